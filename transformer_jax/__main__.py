@@ -1,0 +1,8 @@
+"""`python -m transformer_jax ...` is `transformer-jax ...`."""
+
+import sys
+
+from transformer_jax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

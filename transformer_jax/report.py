@@ -1,0 +1,43 @@
+"""Tables and pictures for people. This file knows numbers, not models."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+
+def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Lay rows of text out as a table whose first column is names and whose others are figures."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def plot_curves(rows: Sequence[Mapping[str, Any]], baselines: Mapping[str, float], path: Path) -> None:
+    """Draw a run's training loss and held-out bits per byte over its steps as a PNG.
+
+    `rows` are the records of metrics.jsonl; `baselines` are horizontal lines beside the bits per byte.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    steps = [row for row in rows if "loss" in row]
+    left.plot([row["step"] for row in steps], [row["loss"] for row in steps], linewidth=0.8)
+    left.set(xlabel="step", ylabel="nats per token", title="Training loss")
+    evals = [row for row in rows if "heldout_bits_per_byte" in row]
+    right.plot([row["step"] for row in evals], [row["heldout_bits_per_byte"] for row in evals], marker="o", label="model")
+    for index, (name, value) in enumerate(baselines.items()):
+        right.axhline(value, linestyle="--", linewidth=0.8, color=f"C{index + 1}", label=name)
+    right.set(xlabel="step", ylabel="bits per byte", title="Held-out text")
+    right.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,85 @@
+"""Which device holds which part of what: meshes, and the rules from logical names of dimensions to mesh axes.
+
+Nothing else names a mesh axis. A model names the dimensions of its parameters ("embed", "heads", ...); the rules here
+say over which axis of the mesh each is split, and XLA derives the communication.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from transformer_jax.config import MeshConfig
+from transformer_jax.errors import UserError
+
+AXES = ("data", "fsdp", "tensor")
+
+RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
+    ("batch", ("data", "fsdp")),
+    ("seq", None),
+    ("positions", None),
+    ("embed", "fsdp"),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+    ("mlp", "tensor"),
+    ("vocab", "tensor"),
+)
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Arrange the devices, all of them unless given, into a data x fsdp x tensor mesh.
+
+    Raises `UserError` when the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = [config.data, config.fsdp, config.tensor]
+    known = int(np.prod([size for size in sizes if size != -1]))
+    if -1 in sizes and len(devices) % known == 0:
+        sizes[sizes.index(-1)] = len(devices) // known
+    if int(np.prod(sizes)) != len(devices):
+        wanted = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
+        raise UserError(f"the mesh is {wanted}, but there are {len(devices)} devices; set one size to -1 for the rest")
+    return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+@contextmanager
+def use_mesh(mesh: Mesh) -> Iterator[None]:
+    """Apply the rules to every constraint on activations that is traced within."""
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        yield
+
+
+def param_shardings(mesh: Mesh, logical_axes: Any, shapes: Any) -> Any:
+    """Say for each parameter where its parts lie.
+
+    Raises `UserError` naming the parameter whose dimension does not divide over its mesh axis.
+    """
+    shardings = nn.logical_to_mesh_sharding(logical_axes, mesh, RULES)
+
+    def check(path: Any, sharding: NamedSharding, shape: jax.ShapeDtypeStruct) -> NamedSharding:
+        for size, axis in zip(shape.shape, sharding.spec, strict=False):
+            if axis is not None and size % mesh.shape[axis]:
+                raise UserError(
+                    f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} of shape {shape.shape} cannot be"
+                    f" split: {size} does not divide over mesh axis {axis} of size {mesh.shape[axis]}"
+                )
+        return sharding
+
+    return jax.tree_util.tree_map_with_path(check, shardings, shapes)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
+    """Rows split over the axes that share the batch. Raises `UserError` when they do not divide."""
+    shares = mesh.shape["data"] * mesh.shape["fsdp"]
+    if batch_size % shares:
+        raise UserError(f"DataConfig.batch_size is {batch_size}; expected a multiple of data x fsdp = {shares}")
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))

@@ -1,0 +1,1 @@
+"""Strings to batches of tokens: tokenizers, corpora, and the stream of packed windows."""

@@ -1,0 +1,60 @@
+"""The training state and the pure step that turns one state into the next."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from transformer_jax.model.transformer import Model, Params
+from transformer_jax.text.pipeline import Batch
+from transformer_jax.training.objectives import next_token_loss
+
+Metrics = dict[str, Array]
+
+
+class TrainState(NamedTuple):
+    """All that a run needs to go on, apart from the place in the data."""
+
+    params: Params
+    opt_state: Any
+    step: Int[Array, ""]
+    """Updates that have been made."""
+    key: PRNGKeyArray
+    """Never changes; a step's randomness is fold_in(key, step)."""
+
+
+def init_state(model: Model, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:
+    """Make the state before the first step."""
+    init_key, step_key = jax.random.split(key)
+    params = model.init(init_key)
+    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), step_key)
+
+
+def batch_loss(model: Model, params: Params, batch: Batch, dropout_key: PRNGKeyArray | None = None) -> tuple[Array, Array]:
+    """Teacher forcing: predict every next token of the batch at once. Returns the sum of the loss and of the weights."""
+    hidden, _ = model.trunk(
+        params, batch.tokens, batch.positions, segment_ids=batch.segment_ids, dropout_key=dropout_key
+    )
+    return next_token_loss(model.unembed(params, hidden), batch.targets, batch.loss_weights)
+
+
+def make_train_step(
+    model: Model, optimizer: optax.GradientTransformation
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Return the pure step; whoever jits it donates the state."""
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        def mean_loss(params: Params) -> tuple[Array, Array]:
+            total, weight = batch_loss(model, params, batch, jax.random.fold_in(state.key, state.step))
+            return total / jnp.maximum(weight, 1), weight
+
+        (loss, weight), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": loss, "tokens": weight, "grad_norm": optax.global_norm(grads)}
+        return TrainState(params, opt_state, state.step + 1, state.key), metrics
+
+    return train_step
