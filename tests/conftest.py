@@ -1,4 +1,4 @@
-"""What every test runs under: eight CPU devices, shapes checked on every call, no silent broadcast, repeatable runs."""
+"""What every test runs under: eight CPU devices, shapes and types checked on every call, repeatable runs."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,6 @@ import pytest
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Most of a test's time is compilation; what an earlier run compiled is read back, however small.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))

@@ -137,11 +137,24 @@ def test_files_and_functions_stay_short():
                 assert (node.end_lineno or 0) - node.lineno < 50, f"{source}: {node.name}"
 
 
-def test_every_way_in_is_the_same_program(repository: Path):
-    module = ["-m", "transformer_jax"]
-    assert run(sys.executable, *module, "--help", cwd=repository).returncode == 0
-    for script, same in ((["train.py"], [*module, "train"]), (["serve.py"], module)):
-        one, other = (run(sys.executable, *way, "no-such-word", cwd=repository) for way in (script, same))
-        assert one.returncode == other.returncode == 2
-        assert one.stderr == other.stderr
-        assert "no-such-word" in one.stderr
+@pytest.mark.parametrize(
+    ("way_in", "words"),
+    [
+        (["train.py"], ["train"]),
+        (["serve.py"], []),
+        (["-c", "import sys, transformer_jax.cli as cli; sys.exit(cli.main())"], []),
+    ],
+    ids=["train.py", "serve.py", "main"],
+)
+def test_every_way_in_is_the_same_program(way_in: list[str], words: list[str], repository: Path):
+    for argument, status in (("--help", 0), ("no-such-word", 2)):
+        one = run(sys.executable, *way_in, argument, cwd=repository)
+        other = run(sys.executable, "-m", "transformer_jax", *words, argument, cwd=repository)
+        assert (one.returncode, one.stdout, one.stderr) == (other.returncode, other.stdout, other.stderr)
+        assert one.returncode == status
+        assert "usage: transformer-jax" in one.stdout or "no-such-word" in one.stderr
+
+
+def test_the_installed_command_is_main(repository: Path):
+    command = [Path(sys.executable).parent / "transformer-jax", "--help"]
+    assert run(*command, cwd=repository).stdout == run(sys.executable, "serve.py", "--help", cwd=repository).stdout

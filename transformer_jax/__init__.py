@@ -11,15 +11,19 @@ from transformer_jax.errors import UserError
 from transformer_jax.presets import preset
 
 if TYPE_CHECKING:
+    from transformer_jax.decoding.generate import generate
     from transformer_jax.model.transformer import Model, build
+    from transformer_jax.training.folder import open_trained
 
 __version__ = "0.1.0"
 
-__all__ = ["Model", "ModelConfig", "RunConfig", "UserError", "build", "preset"]
+__all__ = ["Model", "ModelConfig", "RunConfig", "UserError", "build", "generate", "open_trained", "preset"]
 
 _HOMES = {
     "Model": "transformer_jax.model.transformer",
     "build": "transformer_jax.model.transformer",
+    "generate": "transformer_jax.decoding.generate",
+    "open_trained": "transformer_jax.training.folder",
 }
 
 

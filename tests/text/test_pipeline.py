@@ -49,7 +49,7 @@ def pack_slowly(texts: Sequence[str], seq_len: int) -> list[list[tuple[int, int,
     windows = []
     while len(stream) > 1:
         window, position, segment, document = [], 0, 0, None
-        for (token, number), (target, _) in zip(stream[:seq_len], stream[1:], strict=False):
+        for (token, number), (target, _) in itertools.islice(itertools.pairwise(stream), seq_len):
             position, segment, document = (
                 (position + 1, segment, number) if number == document else (0, segment + 1, number)
             )
@@ -188,18 +188,23 @@ def test_workers_change_nothing_and_may_change_on_resume(workers: int, start: in
 
 
 @pytest.mark.slow
-def test_workers_end_when_the_training_process_is_killed() -> None:
+def test_workers_outlive_ctrl_c_and_end_when_the_training_process_is_killed() -> None:
     code = (
         "import os, signal\n"
         "from transformer_jax.text.pipeline import make_batches, make_windows\n"
         "from transformer_jax.text.tokenizer import byte_tokenizer\n"
         "if __name__ == '__main__':\n"
-        "    next(make_batches(make_windows(['text'] * 9, byte_tokenizer(), 4), 2, seed=0, workers=1))\n"
+        "    batches = make_batches(make_windows(['text'] * 9, byte_tokenizer(), 4), 2, seed=0, workers=1)\n"
+        "    next(batches)\n"
+        "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "    os.killpg(0, signal.SIGINT)\n"
+        "    print(len([next(batches) for _ in range(20)]), flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     # The call returns when the last process that holds its output is gone.
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=False)
-    assert result.returncode == -9, result.stderr
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, timeout=60, check=False, start_new_session=True)
+    assert (result.returncode, result.stdout.strip()) == (-9, b"20"), result.stderr
 
 
 def test_evaluation_is_in_order_once_and_filled_with_padding() -> None:

@@ -94,7 +94,7 @@ def test_an_id_outside_the_vocabulary_is_refused(tokenizer: Tokenizer, past_the_
 
 @pytest.mark.parametrize("tokenizer", [BYTES, BPE], ids=["bytes", "bpe"])
 def test_half_of_a_character_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(UserError, match="surrogate .* at character 1"):
+    with pytest.raises(UserError, match=r"surrogate .* at character 1"):
         tokenizer.encode("a\ud800b")
 
 
@@ -147,6 +147,12 @@ def test_literal_control_text_stays_text_even_in_a_file_that_does_not_protect_it
     assert ours.end_of_text == 1
     assert 1 not in ours.encode("a</s>b\0</s>")
     assert ours.decode(ours.encode("ab")) == "ab"
+
+
+def test_the_literal_text_of_every_control_token_stays_text(tmp_path: Path) -> None:
+    added = [AddedToken(name, special=True) for name in ("</s>", "<|im_start|>")]
+    ours = load_tokenizer(save(word_level({"a": 0, "[UNK]": 1}, *added), tmp_path))
+    assert ours.encode("a <|im_start|> </s>") == [0, 1, 1]
 
 
 def test_text_that_only_end_of_text_could_stand_for_is_refused(tmp_path: Path) -> None:

@@ -28,10 +28,8 @@ PREFILL_CHUNK = 256
 """Most prompt tokens of a row that go through the trunk at once."""
 SMALLEST_CHUNK = 16
 """Prompts up to this length share one compiled prefill."""
-SMALLEST_CACHE = 64
-"""Slots of the smallest cache."""
-FIRST_CACHE = 256
-"""A cache starts with room for what is in it, or this many slots where more will be needed, and doubles when full."""
+SMALLEST_CACHE = 256
+"""Slots of the smallest cache; a full one doubles. Below this, CPU kernels round differently from length to length."""
 
 
 class DecodeState(NamedTuple):
@@ -66,6 +64,12 @@ class Completion(NamedTuple):
     """Of each of these tokens under the model's own distribution."""
     finish_reason: Literal["stop", "length"] | None
     """stop: the stop token was chosen; length: max_tokens or the context is exhausted; None: more is to come."""
+
+    def extended(self, piece: "Completion") -> "Completion":
+        """Join the next piece to this one."""
+        return Completion(
+            self.tokens + piece.tokens, self.logprobs + piece.logprobs, piece.finish_reason or self.finish_reason
+        )
 
 
 def next_token(
@@ -125,7 +129,7 @@ def decode(
 def prefill_chunk(
     model: Model, params: Params, cache: Any, tokens: Int[Array, "B T"], positions: Int[Array, "B T"]
 ) -> tuple[Any, Float[Array, "B D"]]:
-    """Put a piece of each prompt into the cache; returns it with the hidden state of each row's last token in the piece.
+    """Put a piece of each prompt into the cache; returns it with the hidden state of each row's last token.
 
     The rows may be padded anywhere with position -1; what is returned for a row of nothing else has no meaning. The
     cache given is used up.
@@ -144,7 +148,7 @@ def prefill(
     *,
     chunk: int = PREFILL_CHUNK,
 ) -> tuple[Any, Float[Array, "B D"]]:
-    """Put whole prompts into the cache, `chunk` columns at a time; returns it with the hidden state of each row's last token.
+    """Put whole prompts into the cache, `chunk` columns at a time; returns what `prefill_chunk` does.
 
     The result does not depend on `chunk`, nor on the side on which the rows are padded. The cache given is used up.
     """
@@ -192,15 +196,10 @@ def generate(
     block: int = 16,
 ) -> list[Completion]:
     """Continue each prompt; the whole of what `stream` yields in pieces."""
-    pieces = stream(
-        model, params, prompts, settings, stop_id=stop_id, vocab_limit=vocab_limit, rows=rows, block=block
-    )
+    pieces = stream(model, params, prompts, settings, stop_id=stop_id, vocab_limit=vocab_limit, rows=rows, block=block)
     whole = [Completion([], [], None) for _ in prompts]
     for piece in pieces:
-        whole = [
-            Completion(done.tokens + new.tokens, done.logprobs + new.logprobs, new.finish_reason or done.finish_reason)
-            for done, new in zip(whole, piece, strict=True)
-        ]
+        whole = [done.extended(new) for done, new in zip(whole, piece, strict=True)]
     return whole
 
 
@@ -224,9 +223,11 @@ def stream(
     the number of prompts. Raises `UserError` for a prompt that cannot be continued, before anything is computed.
     """
     requests = _check_requests(model, prompts, settings, vocab_limit)
-    choice: Any = {"stop_id": stop_id, "vocab_limit": vocab_limit}
+    choice: dict[str, Any] = {"stop_id": stop_id, "vocab_limit": vocab_limit}
     if requests:
-        yield from _stream(model, params, requests, rows or _num_rows(model, len(requests)), block, choice)
+        # Few sizes are ever compiled when they are powers of two.
+        rows = max(_bucket(len(requests), 1) if rows is None else rows, _least_rows(model))
+        yield from _stream(model, params, requests, rows, block, choice)
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def _stream(
     needed = max(request.last_position for request in requests) + 1
     block = min(block, _bucket(needed - min(len(request.prompt) for request in requests), 1))
     filled = np.array([len(request.prompt) for request in requests])
-    length = _cache_length(model, min(int(filled.max()) + block, needed), needed)
+    length = _cache_length(model, min(int(filled.max()) + block, needed))
     state, sampled = _start(model, params, requests, rows, length, choice)
     while True:
         piece = _pieces(requests, filled, sampled, choice["stop_id"])
@@ -272,7 +273,7 @@ def _stream(
         filled[[new.finish_reason is not None for new in piece]] = 0
         if not filled.any():
             return
-        length, previous = _cache_length(model, min(int(filled.max()) + block, needed), needed), length
+        length, previous = _cache_length(model, min(int(filled.max()) + block, needed)), length
         if length > previous:
             state = state._replace(cache=_lengthen(state.cache, _empty_cache(model, rows, length)))
         state, sampled = decode(model, params, state, steps=block, **choice)
@@ -310,9 +311,7 @@ def _first_token(
     return state, Sampled(sampled.tokens[None], sampled.logprobs[None])
 
 
-def _pieces(
-    requests: list[_Request], filled: np.ndarray, sampled: Sampled, stop_id: int | None
-) -> list[Completion]:
+def _pieces(requests: list[_Request], filled: np.ndarray, sampled: Sampled, stop_id: int | None) -> list[Completion]:
     """Cut what a block chose into one piece a request; `filled` is the length of each row so far, 0 once finished."""
     tokens, logprobs = np.asarray(sampled.tokens), np.asarray(sampled.logprobs)
     pieces = []
@@ -343,18 +342,16 @@ def _lengthen(cache: Any, empty: Any) -> Any:
     return jax.tree.map(lambda old, new: lax.dynamic_update_slice(new, old, (0,) * new.ndim), cache, empty)
 
 
-def _cache_length(model: Model, filled: int, needed: int) -> int:
-    """Choose the slots for rows of `filled` tokens now and `needed` in the end: a power of two, or the whole context."""
-    length = min(_bucket(needed, SMALLEST_CACHE), max(FIRST_CACHE, _bucket(filled, SMALLEST_CACHE)))
-    return min(length, model.max_seq_len)
+def _cache_length(model: Model, filled: int) -> int:
+    """Choose the slots for rows of up to `filled` tokens: a power of two, or the whole context."""
+    return min(_bucket(filled, SMALLEST_CACHE), model.max_seq_len)
 
 
-def _num_rows(model: Model, requests: int) -> int:
-    """Round a batch up to a power of two, so that few are ever compiled."""
+def _least_rows(model: Model) -> int:
+    """Tell how small a batch may be."""
+    # One row in bfloat16 takes other kernels, which round differently, and on CPU are ten times slower than two rows.
     cache = jax.eval_shape(partial(model.init_cache, 1, 1))
-    # On CPU a product of one row by a bfloat16 matrix takes ten times as long as one of two rows.
-    narrow = any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(cache))
-    return max(_bucket(requests, 1), 2 if narrow and jax.default_backend() == "cpu" else 1)
+    return 2 if any(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(cache)) else 1
 
 
 def _bucket(size: int, smallest: int) -> int:

@@ -36,7 +36,7 @@ class SamplingParams(NamedTuple):
     top_k: Int[Array, "B"]
     """Only so many of the most likely tokens may be drawn."""
     top_p: Float[Array, "B"]
-    """Only the most likely tokens that together reach this probability may be drawn; the one that reaches it is kept."""
+    """Only the most likely tokens that together reach this probability may be drawn, the last of them included."""
 
 
 def sampling_params(settings: Sequence[DecodingConfig]) -> SamplingParams:

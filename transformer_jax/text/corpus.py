@@ -1,7 +1,7 @@
 """Documents from files, and what is trained on and what is kept for evaluation.
 
-A document is a whole text file, or one line of a JSONL file. Without any path the corpus is the Python standard library's own source, which every
-interpreter carries.
+A document is a whole text file, or one line of a JSONL file. Without any path the corpus is the Python standard
+library's own source, which every interpreter carries.
 
 This file knows nothing of tokens: it hands out text as it was read.
 """
@@ -55,10 +55,11 @@ class CompressedSizes(NamedTuple):
 
 
 def read_corpus(paths: Sequence[str] = (), jsonl_field: str = "text") -> Corpus:
-    """Read text files, folders, glob patterns (`**` is any depth) and JSONL files, each file once; no paths mean `standard_library`.
+    """Read text files, folders, glob patterns (`**` is any depth) and JSONL files, each file once.
 
-    A folder gives every file below it that is not hidden, in the order of the paths. In a folder or pattern, files that are not text (UTF-8
-    without NUL) are skipped and reported; a file that is named itself has to be text. Empty documents are dropped.
+    No paths mean `standard_library`. A folder gives every file below it that is not hidden, in the order of the paths.
+    In a folder or pattern, files that are not text (UTF-8 without NUL) are skipped and reported; a file that is named
+    itself has to be text. Empty documents are dropped.
     """
     if not paths:
         return standard_library()
@@ -72,13 +73,14 @@ def read_corpus(paths: Sequence[str] = (), jsonl_field: str = "text") -> Corpus:
                 _read_file(file, file.as_posix(), named, jsonl_field, corpus)
     if not corpus.documents:
         raise UserError(
-            f"the corpus {', '.join(paths)} is empty: expected at least one text file with text in it{_count_skipped(corpus.skipped)}"
+            f"the corpus {', '.join(paths)} is empty: expected at least one text file with text in it"
+            + _count_skipped(corpus.skipped)
         )
     return corpus
 
 
 def standard_library() -> Corpus:
-    """Read the source of the running interpreter's standard library, without its tests and without files that describe the machine."""
+    """Read the running interpreter's standard library, without its tests and the files that describe the machine."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     corpus = Corpus([], [])
@@ -97,8 +99,9 @@ def standard_library() -> Corpus:
 def split(documents: Sequence[Document], holdout: float) -> Split:
     """Hold out about a fraction of the documents, chosen by a hash of their text alone.
 
-    So a document stays on its side when files are renamed, added or removed, and equal documents are on one side. When that leaves a side empty,
-    the documents with the smallest hash are held out; when all documents are equal, their last lines are.
+    So a document stays on its side when files are renamed, added or removed, and equal documents are on one side. When
+    that leaves a side empty, the documents with the smallest hash are held out; when all documents are equal, their
+    last lines are.
     """
     hashes = [
         int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2**64 for document in documents
@@ -129,7 +132,10 @@ def fingerprint(documents: Iterable[Document]) -> str:
 
 
 def compressed_sizes(documents: Iterable[Document]) -> CompressedSizes:
-    """Measure bits per byte of `gzip -9` and `xz`, one document at a time: like a model, they start each without knowing the others."""
+    """Measure bits per byte of `gzip -9` and `xz`, one document at a time.
+
+    Like a model that sees one document alone, they begin each without knowing the others.
+    """
     total = gzipped = xzed = 0
     for document in documents:
         data = document.text.encode()
@@ -142,11 +148,14 @@ def compressed_sizes(documents: Iterable[Document]) -> CompressedSizes:
 
 
 def _line_border(document: Document, holdout: float) -> int:
-    """Find where the last `holdout` of a text begins: at the nearest line border, or within a line where that would hold out far more or less."""
+    """Find where the last `holdout` of a text begins.
+
+    That is the nearest line border, unless it would hold out less than half or more than twice as much.
+    """
     text = document.text
     if len(text) < 2:
         raise UserError(
-            f"the corpus is the one document {document.name} of {len(text)} characters, too short to hold out a part of it"
+            f"the corpus is the one document {document.name} of {len(text)} characters, too short to hold out a part"
         )
     size = min(max(round(len(text) * holdout), 1), len(text) - 1)
     target = len(text) - size
@@ -172,7 +181,7 @@ def _files(path: str) -> Iterator[tuple[Path, bool]]:
         yield from ((Path(match), False) for match in matches)
     else:
         raise UserError(
-            f"{path!r} does not exist (seen from {os.getcwd()}); expected a text file, a folder, a pattern or a JSONL file"
+            f"{path!r} does not exist (seen from {os.getcwd()}); expected a text file, folder, pattern or JSONL file"
         )
 
 
@@ -240,8 +249,8 @@ def _read_jsonl(name: str, text: str, field: str) -> list[Document]:
     if complaints:
         listed = "; ".join(complaints[:_NAMED_AT_MOST]) + ("; ..." if len(complaints) > _NAMED_AT_MOST else "")
         raise UserError(
-            f"{name} has {len(complaints)} malformed line{'s' if len(complaints) > 1 else ''} ({listed}); expected a JSON object with text in"
-            f" the field {field!r} on each line (DataConfig.jsonl_field)"
+            f"{name} has {len(complaints)} malformed line{'s' if len(complaints) > 1 else ''} ({listed});"
+            f" expected a JSON object with text in the field {field!r} on each line (DataConfig.jsonl_field)"
         )
     return documents
 

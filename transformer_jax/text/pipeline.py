@@ -1,6 +1,6 @@
 """Documents to batches of packed windows, in an order that depends on nothing but the seed.
 
-All documents stand in one stream, an end-of-text token before each and one after the last, cut into windows of T inputs:
+All documents stand in one stream, an end-of-text token before each and one after the last, cut into windows of T:
 
     stream      <eot>  a1  a2 <eot>  b1 <eot>  c1  c2  c3 <eot>
     inputs     |<eot>  a1  a2 <eot>| b1 <eot>  c1  c2| c3           T = 4; the last window is padded
@@ -8,10 +8,11 @@ All documents stand in one stream, an end-of-text token before each and one afte
     positions  |   0    1   2    0 |  0    0    1   2|  0   -1 -1 -1
     segments   |   1    1   1    2 |  1    2    2   2|  1    0  0  0
 
-So every token is a target once an epoch, the first token of a document is predicted from <eot>, and its end is predicted as <eot>. A model whose
-attention stays inside a segment never lets a token see another document.
+So every token is a target once an epoch, the first token of a document is predicted from <eot>, and its end is
+predicted as <eot>. A model whose attention stays inside a segment never lets a token see another document.
 
-This file knows nothing of files, models or devices: its arrays are NumPy's, and a process can ask for its own rows of each batch.
+This file knows nothing of files, models or devices: its arrays are NumPy's, and a process can ask for its own rows of
+each batch.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ class Batch(NamedTuple):
     targets: Int32[np.ndarray | Array, "*B T"]
     """The token after each input; 0 where there is padding."""
     positions: Int32[np.ndarray | Array, "*B T"]
-    """Place in the document, from 0 at the document's or the window's start, whichever is later; -1 where there is padding."""
+    """Place counted from the start of the document or the window, whichever is later; -1 where there is padding."""
     segment_ids: Int32[np.ndarray | Array, "*B T"]
     """Number of the document within its window, from 1; 0 where there is padding."""
     loss_weights: Float32[np.ndarray | Array, "*B T"]
@@ -74,11 +75,11 @@ class Windows:
     def __len__(self) -> int:
         return -(-self.num_targets // self.seq_len)
 
-    def __getitem__(self, window: int) -> Batch:
+    def __getitem__(self, index: int) -> Batch:
         """Make one window (T). Takes time in T and the logarithm of the number of documents."""
-        if not 0 <= window < len(self):
-            raise IndexError(f"window {window} of {len(self)}")
-        begin = window * self.seq_len
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        begin = index * self.seq_len
         end = min(begin + self.seq_len, self.num_targets)
         where = np.arange(begin, end)
         document = np.searchsorted(self.starts, where, side="right") - 1
@@ -114,8 +115,8 @@ def make_windows(texts: Sequence[str], tokenizer: Tokenizer, seq_len: int, vocab
     stream = np.concatenate([*pieces, end_of_text])
     if stream.max() >= limit or stream.min() < 0:
         raise UserError(
-            f"the tokenizer gives the token id {stream.max()}, outside the vocabulary of {limit}; set ModelConfig.vocab_size to at least"
-            f" {tokenizer.vocab_size}, or to null"
+            f"the tokenizer gives the token id {stream.max()}, outside the vocabulary of {limit};"
+            f" set ModelConfig.vocab_size to at least {tokenizer.vocab_size}, or to null"
         )
     starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
     return Windows(stream, starts, seq_len, num_bytes)
@@ -142,9 +143,10 @@ def make_batches(
 ) -> Generator[Batch, None, None]:
     """Draw batches (B T) for training without end, every window once an epoch and each epoch in a new order.
 
-    The whole place in the stream is the number of batches taken: `start=n` goes on as if n batches had been drawn, in no time, whatever the
-    number of workers was or is. An epoch's last batch is filled up from the next epoch. Of `shard_count` processes that share each batch, number
-    `shard_index` gets its rows (B / shard_count of them, next to each other). Close the generator to end the workers.
+    The whole place in the stream is the number of batches taken: `start=n` goes on as if n batches had been drawn, in
+    no time, whatever the number of workers was or is. An epoch's last batch is filled up from the next epoch. Of
+    `shard_count` processes that share each batch, number `shard_index` gets its rows: B / shard_count of them, next to
+    each other. Close the generator to end the workers.
     """
     rows = _rows_of_shard(batch_size, shard_index, shard_count)
     if start < 0:
@@ -152,7 +154,8 @@ def make_batches(
     needed = windows.seq_len + 1
     if len(windows.stream) < needed:
         raise UserError(
-            f"the training text is {len(windows.stream)} tokens long and one window needs {needed}; give more text, or make DataConfig.seq_len smaller"
+            f"the training text is {len(windows.stream)} tokens long and one window needs {needed};"
+            " give more text, or make DataConfig.seq_len smaller"
         )
     # Grain's own endless repeat is too long for the length of a batched dataset when a batch is one row.
     order = grain.MapDataset.source(windows).seed(seed).shuffle().repeat(2**62 // len(windows))
@@ -190,7 +193,7 @@ def _draw(dataset: grain.IterDataset[Batch]) -> Generator[Batch, None, None]:
 
 
 def eval_batches(windows: Windows, batch_size: int, *, shard_index: int = 0, shard_count: int = 1) -> Iterator[Batch]:
-    """Go through all windows once, in order, in batches (B T); the last one is filled up with rows that are all padding."""
+    """Go through all windows once, in order, in batches (B T); the last is filled up with rows that are all padding."""
     rows = _rows_of_shard(batch_size, shard_index, shard_count)
     padding = Batch(
         *(np.full_like(row, -1 if name == "positions" else 0) for name, row in windows[0]._asdict().items())

@@ -1,9 +1,10 @@
 """Text to token ids and back: bytes, a BPE trained here, or any Hugging Face `tokenizer.json`.
 
-Every tokenizer is one `tokenizer.json`, so a run folder stores all kinds alike, and other programs can read them. The byte tokenizer is a fixed
-one of these files, known by its content, and needs no package.
+Every tokenizer is one `tokenizer.json`, so a run folder stores all kinds alike, and other programs can read them. The
+byte tokenizer is a fixed one of these files, known by its content, and needs no package.
 
-This file knows nothing of corpora, windows or models. It never adds a control token to a text: who wants an end-of-text token puts it there.
+This file knows nothing of corpora, windows or models. It never adds a control token to a text: who wants an end-of-text
+token puts it there.
 """
 
 import functools
@@ -35,7 +36,7 @@ END_OF_TEXT_NAMES = (
     "<|im_end|>",
     "[SEP]",
 )
-"""The names by which a tokenizer's end-of-text token is known; when it has several of them, the first in this order is taken."""
+"""The names by which an end-of-text token is known; of several in one tokenizer, the first in this order is taken."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Tokenizer:
     vocab_size: int
     """One more than the largest token id."""
     end_of_text: int
-    """The id of the control token that stands before each document and after the last. No text is ever encoded to it."""
+    """The id of the control token that stands before each document and after the last; no text is encoded to it."""
     encode_fn: Callable[[Sequence[str]], list[Int32[np.ndarray, "tokens"]]] = field(repr=False, compare=False)
     decode_fn: Callable[[list[int]], str] = field(repr=False, compare=False)
 
@@ -62,7 +63,8 @@ class Tokenizer:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise UserError(
-                    f"the text has a lone surrogate {text[error.start]!r} at character {error.start}, which is half of a character; remove it"
+                    f"the text has a lone surrogate {text[error.start]!r} at character {error.start},"
+                    " which is half of a character; remove it"
                 ) from None
         return self.encode_fn(texts)
 
@@ -97,9 +99,11 @@ def byte_tokenizer() -> Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE: the 256 bytes, end-of-text, and then the commonest pairs, merged over and over.
 
-    The same texts in any order give the same tokenizer. A corpus in which no pair is left to merge gives fewer tokens than `vocab_size`.
+    The same texts in any order give the same tokenizer. A corpus in which no pair is left to merge gives fewer tokens
+    than `vocab_size`.
 
-    Reference: Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units", section 3.2; over bytes as in GPT-2.
+    Reference: Sennrich et al. 2016, "Neural Machine Translation of Rare Words with Subword Units", section 3.2; over
+    bytes as in Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", section 2.2.
     """
     if vocab_size < 257:
         raise UserError(f"a BPE of {vocab_size} tokens was asked for; the 256 bytes and end-of-text alone are 257")
@@ -120,9 +124,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a Hugging Face `tokenizer.json`, whoever wrote it; its end-of-text token is found by name (`END_OF_TEXT_NAMES`).
+    """Read a Hugging Face `tokenizer.json`, whoever wrote it.
 
-    Truncation and padding that the file may ask for are dropped: they would lose text, or add what is not text.
+    Its end-of-text token is found by name (`END_OF_TEXT_NAMES`). Truncation and padding that the file may ask for are
+    dropped: they would lose text, or add what is not text.
     """
     path = Path(path)
     if path.is_dir():
@@ -187,7 +192,8 @@ def _encode(
 
     encoded = encode(texts)
     for row, (text, ids) in enumerate(zip(texts, encoded, strict=True)):
-        # `encode_special_tokens` does not hold back a token that the file fails to mark as special, nor one that is also a word of the model.
+        # `encode_special_tokens` does not hold back a token that the file fails to mark as special, nor one that is
+        # also a word of the model.
         if end_of_text in ids:
             inside_name = f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})"
             encoded[row] = np.concatenate(encode(re.split(inside_name, text)))
@@ -198,7 +204,10 @@ def _encode(
 
 @functools.cache
 def _byte_json() -> str:
-    """Write the byte tokenizer as a BPE without merges over the printable stand-ins that `tokenizer.json` files have for the bytes."""
+    """Write the byte tokenizer as a BPE without merges.
+
+    Its words are the printable stand-ins that byte-level `tokenizer.json` files have for the bytes.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     vocabulary = {chr(byte if byte in printable else 256 + others.index(byte)): byte for byte in range(256)}

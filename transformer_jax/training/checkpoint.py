@@ -14,17 +14,19 @@ descriptions stand beside it. This file knows pytrees, files and Orbax, and noth
 models, optimizers or when to save.
 """
 
+import functools
 import itertools
 import json
 import logging
 import os
 import re
 import shutil
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +41,23 @@ S = TypeVar("S")
 
 _ITEMS = ("about", "params", "rest")
 _UNFINISHED = ".orbax-checkpoint-tmp"
-
-# Whatever Orbax logs about a failed save, with a traceback from each of its threads, also arrives as an exception.
-logging.getLogger("absl").addFilter(lambda record: not record.pathname.startswith(os.path.dirname(ocp.__file__)))
+_ORBAX = os.path.dirname(ocp.__file__)
 
 
-class Restored(NamedTuple, Generic[S]):
-    """What a run needs to continue as if it had never stopped."""
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    return not record.pathname.startswith(_ORBAX) and _ORBAX not in record.getMessage()
 
-    state: S
-    place: Any
-    step: int
+
+def _hide_late_writes(report: Callable[[Any], object], unraisable: Any) -> None:
+    if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+        report(unraisable)
+
+
+# A failed save arrives as one exception. Orbax also logs it from each of its threads, asyncio for each write that
+# nobody waited for, and TensorStore has Python print a traceback for each write that ends later.
+logging.getLogger("absl").addFilter(_is_not_orbax)
+logging.getLogger("asyncio").addFilter(_is_not_orbax)
+sys.unraisablehook = functools.partial(_hide_late_writes, sys.unraisablehook)
 
 
 class Checkpoints:
@@ -64,7 +72,9 @@ class Checkpoints:
         self._folder = Path(folder).absolute()
         self._keep = keep
         self._step: int | None = None
-        self._writer = _writer()
+        # Folders are made before `save` returns, so that a refusal there does not wait for the next call.
+        options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+        self._writer = ocp.AsyncCheckpointer(_handler(), async_options=options)
         if jax.process_index() == 0:
             _make_ready(self._folder)
 
@@ -94,8 +104,8 @@ class Checkpoints:
         with self._writing():
             self._writer.save(self._folder / str(step), args=_Items(about=ocp.args.JsonSave(about), **items))
 
-    def restore(self, abstract_state: S) -> Restored[S] | None:
-        """Read the newest whole checkpoint; None if there is none at all.
+    def restore(self, abstract_state: S) -> tuple[S, Any, int] | None:
+        """Read state, place and step from the newest whole checkpoint; None if there is none at all.
 
         The leaves of `abstract_state` are arrays or `jax.ShapeDtypeStruct`s, and their shardings say where each array
         goes, whatever mesh it was saved from. A damaged checkpoint is set aside with a warning. Raises `UserError` if
@@ -107,11 +117,12 @@ class Checkpoints:
             return None
         for bad, reason in damaged.items():
             aside = _set_aside(self._folder / str(bad))
-            _warn(f"{self._folder / str(bad)} is damaged ({reason}): moved to {aside.name}, using step {step}")
+            message = f"{self._folder / str(bad)} is damaged ({reason}): moved to {aside.name}, using step {step}"
+            warnings.warn(message, stacklevel=2)
         about = _read_about(self._folder / str(step))
         state = _read_arrays(self._folder / str(step), about["arrays"], abstract_state)
         self._step = step
-        return Restored(state, json.loads(about["place"]), step)
+        return state, json.loads(about["place"]), step
 
     def wait(self) -> None:
         """Wait until the last save is on disk and the oldest checkpoints are gone. Raises `UserError` if it failed."""
@@ -183,12 +194,9 @@ def restore_params(folder: str | Path, abstract_params: S) -> tuple[S, int]:
     if step is None:
         raise UserError(f"found no checkpoint in {folder}; expected the checkpoint folder of a training run")
     for bad, reason in damaged.items():
-        _warn(f"{folder / str(bad)} is damaged ({reason}): using step {step}")
-    described = {name: text for name, text in _read_about(folder / str(step))["arrays"].items() if _is_param(name)}
+        warnings.warn(f"{folder / str(bad)} is damaged ({reason}): using step {step}", stacklevel=2)
+    described = _by_item(_read_about(folder / str(step))["arrays"])["params"]
     return _read_arrays(folder / str(step), described, {"params": abstract_params})["params"], step
-
-
-# Names, shapes and dtypes
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
@@ -200,15 +208,15 @@ def _flatten(tree: Any) -> dict[str, Any]:
     return leaves
 
 
-def _is_param(name: str) -> bool:
-    return name.split(".")[0] == "params"
+def _item(name: str) -> str:
+    return "params" if name.split(".")[0] == "params" else "rest"
 
 
 def _by_item(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    items = {"params": {}, "rest": {}}
+    items: dict[str, dict[str, Any]] = {}
     for name, leaf in leaves.items():
-        items["params" if _is_param(name) else "rest"][name] = leaf
-    return {item: part for item, part in items.items() if part}
+        items.setdefault(_item(name), {})[name] = leaf
+    return items
 
 
 def _is_key(leaf: Any) -> bool:
@@ -261,9 +269,6 @@ def _to_json(place: Any) -> str:
     return text
 
 
-# Orbax
-
-
 class _Handler(ocp.CompositeCheckpointHandler):
     """One folder an item; checksums when all processes have written and before the rename that commits."""
 
@@ -284,12 +289,6 @@ def _handler() -> _Handler:
         params=ocp.PyTreeCheckpointHandler(use_compression=False),
         rest=ocp.PyTreeCheckpointHandler(use_compression=False),
     )
-
-
-def _writer() -> ocp.AsyncCheckpointer:
-    # The folder is made before `save` returns, so that a refusal there does not wait for the next call.
-    options = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-    return ocp.AsyncCheckpointer(_handler(), async_options=options)
 
 
 def _read(folder: Path, items: _Items) -> Any:
@@ -318,9 +317,6 @@ def _system_reason(error: Exception) -> str | None:
         return error.strerror or str(error)
     code = re.search(r"os_error_code='(\d+)'", str(error))
     return os.strerror(int(code[1])) if code else None
-
-
-# Files
 
 
 def _steps(folder: Path) -> list[int]:
@@ -395,7 +391,3 @@ def _newest_whole(folder: Path, items: tuple[str, ...]) -> tuple[int | None, dic
     if jax.process_count() > 1:
         found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
     return (None if found == -1 else found), damaged
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=3)

@@ -1,0 +1,144 @@
+"""A JSONL file of prompts, line by line: what a line may say, and what it means to a model.
+
+    {"prompt": "def f", "id": "a", "max_tokens": 20, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "seed": 1}
+
+Only the prompt must be there. A line that cannot be answered is an error of its own and harms no other. This file reads
+prompts; it knows nothing of outputs.
+"""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from transformer_jax.config import DecodingConfig
+from transformer_jax.decoding.generate import check_prompt
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Model
+from transformer_jax.text.tokenizer import Tokenizer
+
+SETTINGS = tuple(field.name for field in fields(DecodingConfig))
+"""The settings of which a line may have its own."""
+
+
+class Line(NamedTuple):
+    """A line as it stands in the file; blank ones are none, but they count."""
+
+    number: int
+    text: bytes
+    digest: str
+    """Of the line, its number, and whatever else decides the answer."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A line that a model can answer."""
+
+    id: str | int
+    text: str
+    tokens: list[int]
+    """Of the text, behind one end-of-text token."""
+    settings: DecodingConfig
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A line that cannot be answered, and why."""
+
+    id: str | int
+    line: int
+    error: str
+
+
+@contextmanager
+def open_source(path: Path) -> Iterator[BinaryIO]:
+    """Open a file of prompts. Raises `UserError` when it cannot be read, or not twice."""
+    try:
+        source = path.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; expected a JSONL file of prompts") from None
+    with source:
+        if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
+            raise UserError(f"{path} is not a regular file; prompts are read more than once: save them to a file")
+        yield source
+
+
+def read_lines(source: BinaryIO, run: str) -> Iterator[Line]:
+    """Yield the lines of a file from its beginning; `run` is the digest of all that they have in common."""
+    source.seek(0)
+    for number, raw in enumerate(source, start=1):
+        text = (raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw).strip()
+        if text:
+            yield Line(number, text, digest(run, str(number), text))
+
+
+def digest(*parts: str | bytes) -> str:
+    """Tell one sequence of texts from another, in 16 hexadecimal digits."""
+    whole = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        # The length keeps ("ab", "c") and ("a", "bc") apart.
+        whole.update(len(data).to_bytes(8, "big") + data)
+    return whole.hexdigest()[:16]
+
+
+def parse_line(line: Line, model: Model, tokenizer: Tokenizer, defaults: DecodingConfig) -> Prompt | Failure:
+    """Read one line; the settings that it does not have are the defaults.
+
+    Its seed, if it has none, comes from the default seed and its number, so that neither the size of a batch nor an
+    interruption changes it, and equal prompts on two lines are answered differently.
+    """
+    name: str | int = line.number
+    try:
+        tree = parse_object(line.text)
+        name = _check_id(tree.get("id", line.number))
+        unknown = [field for field in tree if field not in ("id", "prompt", *SETTINGS)]
+        if unknown:
+            raise UserError(f"unknown field {unknown[0]!r}; expected some of id, prompt, {', '.join(SETTINGS)}")
+        if "prompt" not in tree:
+            raise UserError("there is no prompt")
+        text = tree["prompt"]
+        if not isinstance(text, str):
+            raise UserError(f"prompt is {text!r}; expected text")
+        seed = int(np.random.SeedSequence((defaults.seed, line.number)).generate_state(1)[0])
+        own = {field: tree[field] for field in SETTINGS if field in tree}
+        settings = replace(defaults, **({"seed": seed} | own))
+        tokens = [tokenizer.end_of_text, *tokenizer.encode(text)]
+        check_prompt(model, tokens, min(tokenizer.vocab_size, model.vocab_size))
+    except UserError as error:
+        return Failure(name, line.number, str(error).removeprefix("DecodingConfig."))
+    return Prompt(name, text, tokens, settings)
+
+
+def parse_object(text: bytes) -> dict[str, Any]:
+    """Read a JSON object. Raises `UserError` for anything else, and for a field that appears twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        tree = dict(pairs)
+        if len(tree) < len(pairs):
+            raise ValueError("a field appears twice")
+        return tree
+
+    try:
+        tree = json.loads(text.decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"found {text[:40].decode(errors='replace')}; expected an object with a prompt")
+    return tree
+
+
+def _check_id(value: Any) -> str | int:
+    # Half of a surrogate pair is a text in JSON, but could not be written to the output.
+    if isinstance(value, str) and value.encode(errors="replace").decode() == value:
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise UserError(f"id is {value!r}; expected text or an integer")

@@ -1,0 +1,31 @@
+"""One prompt as text, continued as text, piece by piece."""
+
+from collections.abc import Iterator
+
+from transformer_jax.config import DecodingConfig
+from transformer_jax.decoding.generate import stream
+from transformer_jax.model.transformer import Model, Params
+from transformer_jax.text.tokenizer import Tokenizer
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+def stream_text(
+    model: Model, params: Params, tokenizer: Tokenizer, prompt: str, settings: DecodingConfig
+) -> Iterator[str]:
+    """Continue the beginning of a document; the pieces joined are the continuation decoded as a whole.
+
+    Raises `UserError` when the prompt does not fit into the context.
+    """
+    tokens = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
+    choice = {"stop_id": tokenizer.end_of_text, "vocab_limit": tokenizer.vocab_size}
+    written: list[int] = []
+    shown = ""
+    for (piece,) in stream(model, params, [tokens], settings, **choice):
+        written += piece.tokens
+        text = tokenizer.decode(written)
+        if piece.finish_reason is None:
+            # The bytes of a character can be spread over tokens; until the last one comes they decode to this.
+            text = text.rstrip(UNFINISHED)
+        yield text.removeprefix(shown)
+        shown = text

@@ -1,0 +1,149 @@
+"""A run's folder: what is in it, who may write it, and opening it for training or for use.
+
+    config.json       the exact configuration        tokenizer.json   the tokenizer
+    corpus.json       the text's fingerprint         checkpoints/     see checkpoint.py
+    metrics.jsonl     every step's figures           events/          the same for TensorBoard
+    curves.png        drawn at the end
+"""
+
+import dataclasses
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from transformer_jax.config import RunConfig, differences, from_json, to_json
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Model, Params, build, cast_matrices
+from transformer_jax.text.corpus import Split, fingerprint, read_corpus, split
+from transformer_jax.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from transformer_jax.training.checkpoint import restore_params
+
+
+class Run(NamedTuple):
+    """What a run trains with."""
+
+    config: RunConfig
+    tokenizer: Tokenizer
+    split: Split
+    skipped: list[str]
+    """Files of the corpus that are not text."""
+
+
+class Trained(NamedTuple):
+    """A trained model, ready to decode."""
+
+    config: RunConfig
+    model: Model
+    params: Params
+    """Matrices in the compute dtype."""
+    tokenizer: Tokenizer
+    step: int
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder if there is none, and keep other training processes out of it.
+
+    Raises `UserError` when another process is at work there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another process is training in {folder}; wait for it, or choose another --run") from None
+        yield
+
+
+def open_run(folder: Path, requested: RunConfig) -> Run:
+    """Read the corpus and the tokenizer, making and recording what a new folder lacks.
+
+    Raises `UserError` when the folder holds another configuration or was trained on another text.
+    """
+    recorded = _recorded_config(folder)
+    corpus = read_corpus(requested.data.paths, requested.data.jsonl_field)
+    documents = split(corpus.documents, requested.data.holdout)
+    tokenizer = load_tokenizer(folder / "tokenizer.json") if recorded else _make_tokenizer(requested, documents)
+    config = _with_vocabulary(requested, tokenizer)
+    print_of_text = fingerprint(corpus.documents)
+    if recorded is None:
+        tokenizer.save(folder / "tokenizer.json")
+        write_atomically(folder / "corpus.json", json.dumps({"fingerprint": print_of_text}) + "\n")
+        write_atomically(folder / "config.json", to_json(config))
+    else:
+        _check_same(folder, recorded, config)
+        if json.loads((folder / "corpus.json").read_text())["fingerprint"] != print_of_text:
+            raise UserError(
+                f"the corpus has changed since the run in {folder} began; restore the text, or choose another --run"
+            )
+    return Run(config, tokenizer, documents, corpus.skipped)
+
+
+def open_trained(folder: Path) -> Trained:
+    """Load the newest whole checkpoint of a run for decoding. Raises `UserError` when there is none."""
+    config = _recorded_config(folder) if folder.is_dir() else None
+    if config is None:
+        raise UserError(f"{folder} is not a run folder (it has no config.json); train one with train.py --run {folder}")
+    model = build(config.model)
+    params, step = restore_params(folder / "checkpoints", jax.eval_shape(model.init, jax.random.key(0)))
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    return Trained(config, model, cast_matrices(params, config.model.dtype), tokenizer, step)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that a reader, or a kill at any moment, finds the old text or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _recorded_config(folder: Path) -> RunConfig | None:
+    path = folder / "config.json"
+    if path.exists():
+        return from_json(RunConfig, path.read_text(encoding="utf-8"))
+    # A run that was killed while it made its folder leaves these.
+    ours = {".lock", "tokenizer.json", "tokenizer.json.tmp", "corpus.json", "corpus.json.tmp", "config.json.tmp"}
+    others = sorted({file.name for file in folder.iterdir()} - ours)
+    if others:
+        raise UserError(f"{folder} holds {others[0]!r} and no config.json, so it is not a run folder; choose another --run")
+    return None
+
+
+def _make_tokenizer(config: RunConfig, documents: Split) -> Tokenizer:
+    if config.data.tokenizer == "bytes":
+        return byte_tokenizer()
+    if config.data.tokenizer == "bpe":
+        return train_bpe([document.text for document in documents.train], config.data.bpe_vocab_size)
+    return load_tokenizer(config.data.tokenizer)
+
+
+def _with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
+    """Fill in the model's vocabulary from the tokenizer's; a larger one of the config's own stays."""
+    size = config.model.vocab_size
+    if size is not None and size < tokenizer.vocab_size:
+        raise UserError(
+            f"ModelConfig.vocab_size is {size}, but the tokenizer has {tokenizer.vocab_size} ids;"
+            " raise it, or leave it null to take the tokenizer's"
+        )
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=size or tokenizer.vocab_size)
+    )
+
+
+def _check_same(folder: Path, recorded: RunConfig, requested: RunConfig) -> None:
+    changed = differences(recorded, requested)
+    if changed:
+        listed = "\n".join(f"  {line}" for line in changed)
+        raise UserError(
+            f"{folder} holds a run of another configuration (recorded | requested):\n{listed}\n"
+            "give the recorded settings to go on with it, or choose another --run"
+        )
