@@ -10,16 +10,18 @@ Nothing here needs JAX until a command runs, so help is quick.
 
 import dataclasses
 import errno
+import json
 import signal
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from transformer_jax.config import DecodingConfig, RunConfig
+from transformer_jax.config import DecodingConfig, DType, RunConfig, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.presets import preset
 
@@ -89,11 +91,102 @@ class Batch:
     decoding: Annotated[DecodingConfig, Flat] = dataclasses.field(default_factory=DecodingConfig)
 
     def __call__(self) -> int:
-        raise NotImplementedError
+        from transformer_jax.decoding.batch import complete_file
+        from transformer_jax.training.folder import open_trained
+
+        trained = open_trained(self.model)
+        summary = complete_file(
+            trained.model,
+            trained.params,
+            trained.tokenizer,
+            self.input,
+            self.output,
+            self.decoding,
+            identity=to_json(trained.config.model),
+            batch_size=self.batch_size,
+        )
+        resumed = f" ({summary.resumed} by an earlier run)" if summary.resumed else ""
+        print(f"{summary.completed} completed, {summary.failed} failed{resumed}: {self.output}")
+        for error in summary.first_errors:
+            print(f"error: {error}", file=sys.stderr)
+        return 2 if summary.failed else 0
+
+
+@dataclass(frozen=True)
+class BenchTrain:
+    """Time training steps on random tokens."""
+
+    preset: str = "small"
+    """The shape of the model and of the batch."""
+    dtypes: tuple[DType, ...] = ("float32", "bfloat16")
+    """Precisions to compute in, one after the other."""
+    batch_size: int | None = None
+    """Windows in a step. None: the preset's."""
+    seq_len: int | None = None
+    """Tokens in a window. None: the preset's."""
+    steps: int = 7
+    """Steps that are timed, after two to warm up; the median counts."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def __call__(self) -> int:
+        from transformer_jax.analysis.bench import bench_train
+
+        run = preset(self.preset)
+        data = dataclasses.replace(
+            run.data,
+            batch_size=self.batch_size or run.data.batch_size,
+            seq_len=self.seq_len or run.data.seq_len,
+        )
+        _print_rows(
+            f"Training, {self.preset}", bench_train(dataclasses.replace(run, data=data), self.dtypes, self.steps), self.json
+        )
+        return 0
+
+
+@dataclass(frozen=True)
+class BenchDecode:
+    """Time greedy decoding steps of a model with random weights."""
+
+    preset: str = "smollm2_135m"
+    """The shape of the model."""
+    dtypes: tuple[DType, ...] = ("float32", "bfloat16")
+    """Precisions to compute in, one after the other."""
+    batch_sizes: tuple[int, ...] = (1, 8, 32)
+    """Rows that are decoded together."""
+    context: int = 256
+    """Slots of the cache."""
+    steps: int = 16
+    """Steps in one timed block; the median of three blocks counts."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def __call__(self) -> int:
+        from transformer_jax.analysis.bench import bench_decode
+
+        rows = bench_decode(preset(self.preset).model, self.dtypes, self.batch_sizes, self.context, self.steps)
+        _print_rows(f"Decoding, {self.preset}", rows, self.json)
+        return 0
+
+
+def _print_rows(title: str, rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+
+    from transformer_jax.report import make_table
+
+    def show(name: str, value: Any) -> str:
+        return f"{value:.0%}" if name.startswith("of_") else f"{value:,.1f}" if isinstance(value, float) else str(value)
+
+    table = [[show(name, value) for name, value in row.items()] for row in rows]
+    Console().print(make_table(title, [name.replace("_per_", "/").replace("_", " ") for name in rows[0]], table))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 for a mistake of the user's, 128 + n after signal n."""
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         return _parse(sys.argv[1:] if arguments is None else arguments)()
     except UserError as error:
@@ -111,17 +204,22 @@ def _fail(message: str) -> int:
     return 2
 
 
-def _parse(arguments: Sequence[str]) -> Train | Generate | Batch:
+def _parse(arguments: Sequence[str]) -> Callable[[], int]:
     named = _preset_name(arguments)
-    train = tyro.conf.subcommand("train", default=Train(preset(named), named))
-    generate, batch = tyro.conf.subcommand("generate"), tyro.conf.subcommand("batch")
-    commands = Annotated[Train, train] | Annotated[Generate, generate] | Annotated[Batch, batch]
+    subcommand = tyro.conf.subcommand
+    bench = Annotated[BenchTrain, subcommand("train")] | Annotated[BenchDecode, subcommand("decode")]
+    commands = (
+        Annotated[Train, subcommand("train", default=Train(preset(named), named))]
+        | Annotated[Generate, subcommand("generate")]
+        | Annotated[Batch, subcommand("batch")]
+        | Annotated[bench, subcommand("bench", description="Measure rates beside the limits of this machine.")]
+    )
     return tyro.cli(commands, prog="transformer-jax", args=arguments)
 
 
 def _preset_name(arguments: Sequence[str]) -> str:
     """Find the preset before all else is parsed: it gives every other option its default."""
-    for index, argument in enumerate(arguments):
+    for index, argument in enumerate(arguments if arguments[:1] == ["train"] else ()):
         if argument == "--preset" and index + 1 < len(arguments):
             return arguments[index + 1]
         if argument.startswith("--preset="):

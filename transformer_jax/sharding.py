@@ -11,7 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
@@ -48,9 +48,23 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 @contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[None]:
-    """Apply the rules to every constraint on activations that is traced within."""
-    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+    """Let `constrain` split activations over the mesh in everything that is traced within."""
+    with jax.set_mesh(mesh):
         yield
+
+
+def constrain(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
+    """Split an activation as the rules say for its dimensions' names; without a mesh in use, do nothing.
+
+    A dimension that does not divide, such as the batch of a single prompt, stays whole.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return x
+    axes = nn.logical_to_mesh_axes(names, RULES)
+    shares = [np.prod([mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ())]) for axis in axes]
+    whole = [axis if size % share == 0 else None for axis, size, share in zip(axes, x.shape, shares, strict=True)]
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*whole))
 
 
 def param_shardings(mesh: Mesh, logical_axes: Any, shapes: Any) -> Any:
@@ -83,3 +97,9 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
     if batch_size % shares:
         raise UserError(f"DataConfig.batch_size is {batch_size}; expected a multiple of data x fsdp = {shares}")
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+
+def on_first_device(shapes: Any) -> Any:
+    """The same shapes, each whole on the first device of this process."""
+    here = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here), shapes)

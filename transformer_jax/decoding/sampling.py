@@ -41,10 +41,9 @@ class SamplingParams(NamedTuple):
 
 def sampling_params(settings: Sequence[DecodingConfig]) -> SamplingParams:
     """Turn the settings of B requests into the arrays that `sample` takes."""
-    # Past float32 the draw is uniform either way, but an infinity would turn a logit of -inf into NaN.
-    largest = np.finfo(np.float32).max
+    # From 1e30 on the draw is uniform, and the reciprocal of a larger float32 is flushed to 0, which times -inf is NaN.
     return SamplingParams(
-        jnp.asarray([min(one.temperature, largest) for one in settings], jnp.float32),
+        jnp.asarray([min(one.temperature, 1e30) for one in settings], jnp.float32),
         jnp.asarray([NO_TOP_K if one.top_k is None else min(one.top_k, NO_TOP_K) for one in settings], jnp.int32),
         jnp.asarray([one.top_p for one in settings], jnp.float32),
     )
@@ -72,8 +71,10 @@ def sample(
 
     # The draw costs more than all the rest, and a greedy batch needs none of it.
     tokens = lax.cond(jnp.any(drawn), with_draws, lambda: greedy)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+    # Against the largest, so that logits far from 0 lose no digits.
+    shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+    chosen = jnp.take_along_axis(shifted, tokens[:, None], axis=-1)[:, 0]
+    return tokens, chosen - jax.nn.logsumexp(shifted, axis=-1)
 
 
 def transform(logits: Float[Array, "B V"], params: SamplingParams) -> Float[Array, "B V"]:

@@ -20,6 +20,7 @@ from transformer_jax.model.cache import KVCache, empty_cache, write, write_posit
 from transformer_jax.model.layers import ACTIVATIONS, dropout, layer_norm, product, rms_norm
 from transformer_jax.model.masks import MaskSpec, may_attend
 from transformer_jax.model.positions import apply_rope, rope_angles
+from transformer_jax.sharding import constrain
 
 Params = Any
 
@@ -131,7 +132,7 @@ class Block(nn.Module):
         attention, kv = Attention(c, name="attn")(Norm(c, name="attn_norm")(x), context, cached)
         h = x + dropout(attention, c.dropout, keys[0])
         y = h + dropout(MLP(c, name="mlp")(Norm(c, name="mlp_norm")(h)), c.dropout, keys[1])
-        return nn.with_logical_constraint(y, ("batch", "seq", None)), kv
+        return constrain(y, ("batch", "seq", None)), kv
 
 
 class Transformer(nn.Module):
@@ -164,7 +165,7 @@ class Transformer(nn.Module):
         x = self.table[tokens].astype(c.dtype)
         if c.positions == "learned":
             x = x + self.position_table[jnp.maximum(positions, 0)].astype(c.dtype)
-        x = nn.with_logical_constraint(x, ("batch", "seq", None))
+        x = constrain(x, ("batch", "seq", None))
         keys = [None] * (c.L + 1) if dropout_key is None else list(jax.random.split(dropout_key, c.L + 1))
         x = dropout(x, c.dropout, keys[-1])
 

@@ -20,6 +20,7 @@ import jax
 from transformer_jax.config import RunConfig, differences, from_json, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model, Params, build, cast_matrices
+from transformer_jax.sharding import on_first_device
 from transformer_jax.text.corpus import Split, fingerprint, read_corpus, split
 from transformer_jax.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from transformer_jax.training.checkpoint import restore_params
@@ -91,7 +92,8 @@ def open_trained(folder: Path) -> Trained:
     if config is None:
         raise UserError(f"{folder} is not a run folder (it has no config.json); train one with train.py --run {folder}")
     model = build(config.model)
-    params, step = restore_params(folder / "checkpoints", jax.eval_shape(model.init, jax.random.key(0)))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    params, step = restore_params(folder / "checkpoints", on_first_device(shapes))
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     return Trained(config, model, cast_matrices(params, config.model.dtype), tokenizer, step)
 

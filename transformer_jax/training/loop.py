@@ -74,9 +74,12 @@ def train(requested: RunConfig, folder: Path, console: Console) -> Stopped | Non
             Checkpoints(folder / "checkpoints", keep=run.config.training.keep_checkpoints)
         )
         restored = checkpoints.restore(setup.abstract_state)
-        state = setup.init() if restored is None else restored.state
-        start = int(state.step)
-        if restored is not None:
+        if restored is None:
+            state, start = setup.init(), 0
+        else:
+            state, place, start = restored
+            if place != _place(start):
+                raise UserError(f"the checkpoint of step {start} in {folder} was at {place} of the data, not at its own step")
             console.print(f"Going on from step {start} of {folder}.", highlight=False)
         log = MetricsLog(folder, start)
         stack.callback(log.close)
@@ -84,6 +87,11 @@ def train(requested: RunConfig, folder: Path, console: Console) -> Stopped | Non
         if stopped is None:
             _conclude(setup, folder, log, console)
         return stopped
+
+
+def _place(step: int) -> dict[str, int]:
+    """Where the data stands after a step: one batch is drawn a step."""
+    return {"batches": step}
 
 
 def _set_up(run: Run, mesh: jax.sharding.Mesh, console: Console) -> Setup:
@@ -143,6 +151,7 @@ def _describe(setup: Setup, mesh: jax.sharding.Mesh, console: Console) -> None:
         f" {config.model.V:,} tokens ({config.data.tokenizer}), {config.model.dtype},"
         f" on {mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}.",
         highlight=False,
+        soft_wrap=True,
     )
 
 
@@ -189,7 +198,7 @@ def _run_steps(
             if evaluating:
                 _evaluate(setup, state, log, console)
             if saving:
-                checkpoints.save(step, state, {"batches": step})
+                checkpoints.save(step, state, _place(step))
             if evaluating or saving:
                 progress.resume()
             if stopping and step < config.steps:
@@ -234,6 +243,7 @@ def _conclude(setup: Setup, folder: Path, log: MetricsLog, console: Console) -> 
         f'Let it write:  python serve.py generate --model {folder} --prompt "{setup.config.training.sample_prompt}"',
         highlight=False,
         markup=False,
+        soft_wrap=True,
     )
 
 

@@ -54,7 +54,7 @@ def make_train_step(
         (loss, weight), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "tokens": weight, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "tokens": weight, "grad_norm": optax.tree.norm(grads)}
         return TrainState(params, opt_state, state.step + 1, state.key), metrics
 
     return train_step

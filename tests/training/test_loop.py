@@ -1,0 +1,179 @@
+"""Whole runs by the real command: finished, stopped, killed, gone on with, and refused."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from transformer_jax.training.folder import open_trained
+
+TINY = """--model.num-layers 1 --model.d-model 16 --model.d-ff 32 --model.num-heads 2 --model.max-seq-len 16
+    --model.dropout 0.1 --data.tokenizer bytes --data.seq-len 16 --data.batch-size 4 --data.holdout 0.2
+    --optimizer.warmup-steps 2 --training.steps 40 --training.eval-every 15 --training.checkpoint-every 6
+    --training.sample-tokens 6""".split()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    words = "def return import class self for in if else None True print".split()
+    for number in range(30):
+        rng = random.Random(number)
+        (folder / f"{number:02}.txt").write_text(" ".join(rng.choice(words) for _ in range(30)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """One compilation cache for all processes, and the number of devices that a laptop has."""
+    cache = tmp_path_factory.mktemp("cache")
+    return {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PLATFORMS": "cpu"}
+
+
+def command(corpus, run, *extra):
+    train = [sys.executable, "-m", "transformer_jax", "train", "--data.paths", str(corpus), "--run", str(run)]
+    return [*train, *TINY, *extra]
+
+
+def run_to_end(arguments, environment):
+    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def finished(corpus, environment, tmp_path_factory):
+    """The run that nothing interrupts, and what it printed."""
+    run = tmp_path_factory.mktemp("runs") / "finished"
+    done = run_to_end(command(corpus, run), environment)
+    assert done.returncode == 0, done.stderr
+    return run, done
+
+
+def newest_state(run: Path) -> dict[str, np.ndarray]:
+    """Every array of the newest checkpoint, read by Orbax alone."""
+    import orbax.checkpoint as ocp
+
+    step = max(int(folder.name) for folder in (run / "checkpoints").iterdir() if folder.name.isdigit())
+    arrays = {}
+    for item in ("params", "rest"):
+        tree = ocp.PyTreeCheckpointer().restore(run / "checkpoints" / str(step) / item)
+        arrays |= {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(tree)}
+    return arrays
+
+
+def rows_of(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_run(run: Path, expected: Path) -> None:
+    ours, theirs = newest_state(run), newest_state(expected)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+    assert rows_of(run) == rows_of(expected)
+
+
+@pytest.mark.slow
+def test_a_run_leaves_what_it_learnt(finished):
+    run, done = finished
+    rows = rows_of(run)
+    training = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in training] == list(range(1, 41))
+    assert [row["step"] for row in rows if "heldout_bits_per_byte" in row] == [15, 30, 40]
+    assert training[-1]["loss"] < training[0]["loss"]
+    for text in ("gzip -9", "xz", "bits per byte", "tokens/s", "of matmul peak", "serve.py generate"):
+        assert text in done.stdout, text
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(int(f.name) for f in (run / "checkpoints").iterdir() if f.name.isdigit()) == [30, 36, 40]
+    events = EventAccumulator(str(run / "events")).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 41))
+    trained = open_trained(run)
+    assert trained.step == 40
+    assert trained.config.training.steps == 40
+    assert trained.config.model.vocab_size == 257
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_is_never_killed(finished, corpus, environment, tmp_path):
+    """SIGKILL at random moments, SIGTERM and SIGINT in between: the same bits in the end, and the same metrics."""
+    run, rng = tmp_path / "killed", random.Random(7)
+    signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGKILL, signal.SIGKILL]
+    codes = []
+    for number in signals:
+        process = subprocess.Popen(command(corpus, run), env=environment, stdout=subprocess.DEVNULL)
+        before = len(rows_of(run)) if (run / "metrics.jsonl").exists() else 0
+        deadline = time.monotonic() + 120
+        wanted = rng.randint(1, 6)
+        while process.poll() is None and time.monotonic() < deadline:
+            if (run / "metrics.jsonl").exists():
+                lines = (run / "metrics.jsonl").read_bytes().count(b"\n")
+                if lines >= before + wanted or (number == signal.SIGKILL and lines > before):
+                    break
+            time.sleep(0.002)
+        process.send_signal(number)
+        codes.append(process.wait(timeout=120))
+    assert set(codes) <= {-signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGINT, 0}
+    assert 128 + signal.SIGTERM in codes
+    assert -signal.SIGKILL in codes
+    done = run_to_end(command(corpus, run), environment)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(run, finished[0])
+
+
+@pytest.mark.slow
+def test_bad_settings_and_folders_are_refused(finished, corpus, environment, tmp_path):
+    run, _ = finished
+
+    def error(*arguments, folder=run):
+        done = run_to_end(command(corpus, folder, *arguments), environment)
+        assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr
+        return done.stderr
+
+    assert "training.steps: 40 | 41" in error("--training.steps", "41")
+    assert "model.d_ff: 32 | 48" in error("--model.d-ff", "48")
+    assert "no preset is called 'huge'" in error("--preset", "huge")
+    assert "holds 'notes.txt' and no config.json" in error(folder=_with_file(tmp_path / "other", "notes.txt"))
+    missing = error("--data.paths", str(tmp_path / "nowhere.txt"), folder=tmp_path / "b")
+    assert "nowhere.txt" in missing
+    empty = _with_file(tmp_path / "empty", "nothing.txt")
+    assert "empty" in error("--data.paths", str(empty), folder=tmp_path / "c")
+    (tmp_path / "short.txt").write_text("short text")
+    assert "one window needs 17" in error("--data.paths", str(tmp_path / "short.txt"), folder=tmp_path / "d")
+    changed = corpus / "99.txt"
+    changed.write_text("a new file")
+    try:
+        assert "the corpus has changed" in error()
+    finally:
+        changed.unlink()
+
+
+def _with_file(folder: Path, name: str) -> Path:
+    folder.mkdir()
+    (folder / name).write_text("")
+    return folder
+
+
+@pytest.mark.slow
+def test_two_processes_do_not_train_in_one_folder(corpus, environment, tmp_path):
+    first = subprocess.Popen(
+        command(corpus, tmp_path / "run", "--training.steps", "100000"), env=environment, stdout=subprocess.DEVNULL
+    )
+    try:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            assert first.poll() is None
+            time.sleep(0.05)
+        second = run_to_end(command(corpus, tmp_path / "run", "--training.steps", "100000"), environment)
+        assert second.returncode == 2
+        assert "another process is training" in second.stderr
+    finally:
+        first.kill()
+        first.wait()

@@ -1,0 +1,59 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from transformer_jax.config import OptimizerConfig
+from transformer_jax.training.optimizer import decays, learning_rate, make_optimizer
+
+
+def test_learning_rate_warms_up_and_falls_along_a_cosine():
+    schedule = learning_rate(OptimizerConfig(learning_rate=0.1, warmup_steps=10, final_fraction=0.2), steps=110)
+    expected = {0: 0, 5: 0.05, 10: 0.1, 60: 0.06, 110: 0.02}
+    for step, rate in expected.items():
+        assert schedule(step) == pytest.approx(rate, rel=1e-5), step
+
+
+@pytest.mark.parametrize("steps", [1, 5, 20])
+def test_a_run_shorter_than_its_warm_up_still_learns(steps):
+    schedule = learning_rate(OptimizerConfig(learning_rate=0.1, warmup_steps=20), steps)
+    assert all(np.isfinite(schedule(step)) for step in range(steps + 1))
+    assert schedule(steps) == pytest.approx(0.1)
+
+
+def test_two_updates_agree_with_the_paper_in_numpy():
+    config = OptimizerConfig(learning_rate=0.1, warmup_steps=0, final_fraction=1.0, clip_norm=0.5, weight_decay=0.3)
+    optimizer = make_optimizer(config, steps=10)
+    params = {"embed": jnp.full((2, 2), 2.0), "q": {"weight": jnp.full((2, 2), 1.0)}, "norm": {"scale": jnp.ones(2)}}
+    state = optimizer.init(params)
+    expected = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+    m, v = jax.tree.map(np.zeros_like, expected), jax.tree.map(np.zeros_like, expected)
+    for step in (1, 2):
+        grads = jax.tree.map(lambda p: jnp.arange(p.size, dtype=jnp.float32).reshape(p.shape) * 0.1 * step, params)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        norm = np.sqrt(sum((np.asarray(g) ** 2).sum() for g in jax.tree.leaves(grads)))
+        grads = jax.tree.map(lambda g: np.asarray(g) * min(1, 0.5 / norm), grads)
+        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grads)
+        v = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g**2, v, grads)
+        decay = {"embed": 0, "q": {"weight": 0.3}, "norm": {"scale": 0}}
+        expected = jax.tree.map(
+            lambda p, m, v, d: p - 0.1 * (m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8) + d * p),
+            expected,
+            m,
+            v,
+            decay,
+        )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, expected)
+
+
+def test_vectors_and_tables_do_not_decay():
+    params = {"embed": jnp.ones((2, 2)), "position_embed": jnp.ones((2, 2)), "o": {"weight": jnp.ones((2, 2))}}
+    params |= {"norm": {"scale": jnp.ones(2), "bias": jnp.ones(2)}}
+    assert decays(params) == {
+        "embed": False,
+        "position_embed": False,
+        "o": {"weight": True},
+        "norm": {"scale": False, "bias": False},
+    }

@@ -1,0 +1,127 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.config import MeshConfig, ModelConfig, OptimizerConfig
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import build
+from transformer_jax.sharding import batch_sharding, make_mesh, param_shardings, use_mesh
+from transformer_jax.text.pipeline import Batch
+from transformer_jax.training.optimizer import make_optimizer
+from transformer_jax.training.step import init_state, make_train_step
+
+C = ModelConfig(
+    vocab_size=32, max_seq_len=16, num_layers=2, d_model=16, d_ff=32, num_heads=4, num_kv_heads=2, dtype="float32"
+)
+OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=1e-2, warmup_steps=0), steps=100)
+
+
+def a_batch(B=8, T=16, seed=0):
+    stream = np.random.default_rng(seed).integers(0, 32, (B, T + 1)).astype(np.int32)
+    positions = np.tile(np.r_[np.arange(10), np.arange(T - 10)].astype(np.int32), (B, 1))
+    segments = np.tile(np.r_[np.full(10, 1), np.full(T - 10, 2)].astype(np.int32), (B, 1))
+    return Batch(stream[:, :-1], stream[:, 1:], positions, segments, np.ones((B, T), np.float32))
+
+
+@functools.cache
+def train_step(c):
+    return jax.jit(make_train_step(build(c), OPTIMIZER))
+
+
+def run(c, batches, state=None):
+    if state is None:
+        state = init_state(build(c), OPTIMIZER, jax.random.key(0))
+    losses = []
+    for batch in batches:
+        state, metrics = train_step(c)(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def test_learns_a_batch_by_heart():
+    state, losses = run(C, [a_batch()] * 60)
+    assert losses[0] == pytest.approx(np.log(32), abs=0.3)
+    assert losses[-1] < 0.3
+    assert state.step == 60
+
+
+def test_padding_weighs_nothing():
+    whole = a_batch(B=4)
+    padded = Batch(*(np.concatenate([x, np.zeros_like(x)]) for x in whole))
+    padded.positions[4:] = -1
+    a, b = run(C, [whole] * 2), run(C, [padded] * 2)
+    np.testing.assert_allclose(a[1], b[1], rtol=1e-6)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a[0].params, b[0].params)
+
+
+def test_dropout_is_new_in_each_step_and_the_same_in_each_run():
+    c = dataclasses.replace(C, dropout=0.5)
+    frozen = make_optimizer(OptimizerConfig(learning_rate=1e-30), steps=100)
+    step = jax.jit(make_train_step(build(c), frozen))
+
+    def losses():
+        state = init_state(build(c), frozen, jax.random.key(0))
+        for _ in range(3):
+            state, metrics = step(state, a_batch())
+            yield float(metrics["loss"])
+
+    first = list(losses())
+    assert len(set(first)) == 3
+    assert first == list(losses())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2)], ids=str)
+def test_sharded_is_single_device(sizes, dtype):
+    """Three steps on a data x fsdp x tensor mesh against one device."""
+    c = dataclasses.replace(C, dtype=dtype)
+    batches = [a_batch(seed=seed) for seed in range(3)]
+    _, expected = run(c, batches)
+    mesh = make_mesh(MeshConfig(*sizes))
+    model = build(c)
+    with use_mesh(mesh):
+        shapes = jax.eval_shape(model.init, jax.random.key(0))
+        shardings = param_shardings(mesh, model.logical_axes(), shapes)
+        state = init_state(model, OPTIMIZER, jax.random.key(0))
+        state = state._replace(params=jax.device_put(state.params, shardings))
+        q = state.params["layers_0"]["attn"]["q"]["weight"]
+        assert q.addressable_shards[0].data.size == q.size // (sizes[1] * sizes[2])
+        step = jax.jit(make_train_step(model, OPTIMIZER))
+        for batch, loss in zip(batches, expected, strict=True):
+            state, metrics = step(state, jax.device_put(batch, batch_sharding(mesh, 8)))
+            assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5 if dtype == "float32" else 2e-2)
+
+
+def test_meshes_that_cannot_be_are_refused():
+    with pytest.raises(UserError, match="the mesh is data 3 x fsdp 1 x tensor 1, but there are 8 devices"):
+        make_mesh(MeshConfig(data=3))
+    with pytest.raises(UserError, match="data -1 x fsdp 3 x tensor 1"):
+        make_mesh(MeshConfig(fsdp=3))
+    mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=8))
+    odd = build(dataclasses.replace(C, vocab_size=33))
+    shapes = jax.eval_shape(odd.init, jax.random.key(0))
+    with pytest.raises(UserError, match=r"embed of shape \(33, 16\) cannot be split: 33 .* tensor of size 8"):
+        param_shardings(mesh, odd.logical_axes(), shapes)
+    with pytest.raises(UserError, match="batch_size is 6; expected a multiple of data x fsdp = 8"):
+        batch_sharding(make_mesh(MeshConfig()), 6)
+
+
+def test_a_donated_state_gives_the_same_numbers():
+    donating = jax.jit(make_train_step(build(C), OPTIMIZER), donate_argnums=0)
+    state = init_state(build(C), OPTIMIZER, jax.random.key(0))
+    kept, _ = run(C, [a_batch()] * 2)
+    for _ in range(2):
+        before = state
+        state, _ = donating(state, a_batch())
+    assert before.params["embed"].is_deleted()
+    np.testing.assert_array_equal(state.params["embed"], kept.params["embed"])
+
+
+def test_step_and_key_are_part_of_the_state():
+    state, _ = run(C, [a_batch()])
+    assert state.step.dtype == jnp.int32
+    assert jax.random.key_data(state.key).dtype == jnp.uint32
