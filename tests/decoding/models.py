@@ -13,7 +13,14 @@ from transformer_jax.model.transformer import Model, Params, build
 
 def make_model(**settings: Any) -> tuple[Model, Params]:
     """A Transformer of two layers."""
-    shape = {"vocab_size": 61, "max_seq_len": 64, "num_layers": 2, "d_model": 24, "d_ff": 32, "num_heads": 4}
+    shape: dict[str, Any] = {
+        "vocab_size": 61,
+        "max_seq_len": 64,
+        "num_layers": 2,
+        "d_model": 24,
+        "d_ff": 32,
+        "num_heads": 4,
+    }
     config = ModelConfig(**(shape | {"num_kv_heads": 2, "dtype": "float32"} | settings))
     model = build(config)
     return model, model.init(jax.random.key(7))
@@ -31,11 +38,14 @@ def bigram(vocab_size: int = 257, max_seq_len: int = 64) -> Model:
             cache = cache.at[rows, slots].set(positions, mode="drop")
         return hidden, cache
 
+    def init_cache(batch: int, length: int) -> Any:
+        return jnp.full((batch, length), -1, jnp.int32)
+
     return Model(
         init=lambda key: 3 * jax.random.normal(key, (vocab_size, vocab_size)),
         trunk=trunk,
         unembed=lambda params, hidden: hidden,
-        init_cache=lambda batch, length: jnp.full((batch, length), -1, jnp.int32),
+        init_cache=init_cache,
         logical_axes=lambda: None,
         vocab_size=vocab_size,
         max_seq_len=max_seq_len,

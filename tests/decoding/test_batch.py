@@ -37,7 +37,9 @@ LINES = [
 ]
 
 
-def run(source: Path, target: Path, batch_size: int = 4, defaults: DecodingConfig = DEFAULTS, **changes: Any) -> Summary:
+def run(
+    source: Path, target: Path, batch_size: int = 4, defaults: DecodingConfig = DEFAULTS, **changes: Any
+) -> Summary:
     given: dict[str, Any] = {"params": PARAMS, "tokenizer": TOKENIZER, "identity": "bigram"} | changes
     return complete_file(
         MODEL,
@@ -73,9 +75,9 @@ class TestAnswers:
         assert [record["id"] for record in found] == [1, "eins", -2, 4, 5, 6, "seven", 8, 9]
         assert [record.get("prompt") for record in found][4] == "four é中😀"
         assert found[7]["prompt"] == "line\nbreak\u2028"
-        assert [record.get("completion_tokens") for record in found] == [6, 3, 6, None, 6, 6, None, None, 6] or found[7][
-            "finish_reason"
-        ] in ("length", "stop")
+        assert {record.get("finish_reason", record.get("error") and "error") for record in found} == {"length", "error"}
+        # The eighth asks for more than the context holds.
+        assert [record.get("completion_tokens") for record in found] == [6, 3, 6, None, 6, 6, None, 50, 6]
         assert found[4]["seed"] == 9
 
     def test_an_answer_is_what_its_prompt_gets_alone(self, source: Path, target: Path):
@@ -105,7 +107,9 @@ class TestAnswers:
 
     def test_equal_prompts_draw_differently_unless_they_have_a_seed(self, tmp_path: Path, target: Path):
         source = tmp_path / "same.jsonl"
-        source.write_text('{"prompt": "a", "max_tokens": 20}\n' * 4 + '{"prompt": "a", "max_tokens": 20, "seed": 3}\n' * 3)
+        source.write_text(
+            '{"prompt": "a", "max_tokens": 20}\n' * 4 + '{"prompt": "a", "max_tokens": 20, "seed": 3}\n' * 3
+        )
         run(source, target)
         found = [record["completion"] for record in records(target)]
         assert len(set(found[:4])) == 4
@@ -142,10 +146,18 @@ class TestRefusedLines:
             (b'{"id": "x", "prompt": "\\ud800"}', "x", "lone surrogate"),
             (b'{"id": "x", "prompt": "a", "temperature": -1.0}', "x", "temperature is -1.0; expected at least 0"),
             (b'{"id": "x", "prompt": "a", "temperature": NaN}', "x", "temperature is nan; expected a number"),
-            (b'{"id": "x", "prompt": "a", "temperature": Infinity}', "x", "temperature is inf; expected at least 0 and"),
+            (
+                b'{"id": "x", "prompt": "a", "temperature": Infinity}',
+                "x",
+                "temperature is inf; expected at least 0 and",
+            ),
             (b'{"id": "x", "prompt": "a", "top_p": 1.5}', "x", "top_p is 1.5; expected between 0 and 1"),
             (b'{"id": "x", "prompt": "a", "max_tokens": 0}', "x", "max_tokens is 0; expected more than 0"),
-            (b'{"id": "x", "prompt": "' + b"a" * 63 + b'"}', "x", "the prompt has 64 tokens; the model's context holds 64"),
+            (
+                b'{"id": "x", "prompt": "' + b"a" * 63 + b'"}',
+                "x",
+                "the prompt has 64 tokens; the model's context holds 64",
+            ),
         ],
     )
     def test_a_line_that_cannot_be_answered_says_why_and_harms_no_other(
@@ -221,14 +233,16 @@ class TestResumption:
         [
             (0, '{"prompt": "other"}', r"line 1 does not answer line 1 of "),
             (1, '{"prompt": "one", "id": "un", "max_tokens": 3}', r"line 2 does not answer line 2 of "),
-            (1, '{"prompt": "one", "id": "eins", "max_tokens": 4}', r"line 2 was written by another model or with other"),
+            (
+                1,
+                '{"prompt": "one", "id": "eins", "max_tokens": 4}',
+                r"line 2 was written by another model or with other",
+            ),
             (3, '{"prompt": "now it is right"}', r"line 4 does not answer line 4 of "),
             (slice(2, None), None, r"has more lines than .* has prompts"),
         ],
     )
-    def test_another_input_is_refused(
-        self, source: Path, target: Path, index: Any, text: str | None, message: str
-    ):
+    def test_another_input_is_refused(self, source: Path, target: Path, index: Any, text: str | None, message: str):
         run(source, target)
         before = target.read_bytes()
         lines = LINES.copy()
@@ -248,16 +262,16 @@ class TestResumption:
 
 class TestFiles:
     def test_input_that_cannot_be_read(self, tmp_path: Path, target: Path):
-        with pytest.raises(UserError, match="cannot read .*No such file"):
+        with pytest.raises(UserError, match=r"cannot read .*No such file"):
             run(tmp_path / "missing.jsonl", target)
-        with pytest.raises(UserError, match="cannot read .*Is a directory"):
+        with pytest.raises(UserError, match=r"cannot read .*Is a directory"):
             run(tmp_path, target)
         assert not target.exists()
 
     def test_output_that_cannot_be_written(self, source: Path, tmp_path: Path):
-        with pytest.raises(UserError, match="cannot write .*No such file"):
+        with pytest.raises(UserError, match=r"cannot write .*No such file"):
             run(source, tmp_path / "missing" / "out.jsonl")
-        with pytest.raises(UserError, match="cannot write .*Is a directory"):
+        with pytest.raises(UserError, match=r"cannot write .*Is a directory"):
             run(source, tmp_path)
         with pytest.raises(UserError, match="/dev/null is not a regular file"):
             run(source, Path("/dev/null"))
@@ -338,7 +352,9 @@ print(summary.completed, summary.failed)
 class TestProcesses:
     """Real processes, without the type checks that tests otherwise run under."""
 
-    def start(self, repository: Path, source: Path, target: Path, *, delay: float = 0, limit: int = 0) -> subprocess.Popen[str]:
+    def start(
+        self, repository: Path, source: Path, target: Path, *, delay: float = 0, limit: int = 0
+    ) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(source), str(target), str(delay), str(limit)],
             cwd=repository,
@@ -348,7 +364,7 @@ class TestProcesses:
         )
 
     def write_prompts(self, path: Path, count: int) -> Path:
-        path.write_text("".join(f'{{"prompt": "prompt {number}", "temperature": 1}}\n' for number in range(count)))
+        path.write_text("".join(f'{{"prompt": "prompt {number}"}}\n' for number in range(count)))
         return path
 
     def test_a_full_disk_is_said_and_a_second_run_goes_on(self, repository: Path, tmp_path: Path):
@@ -357,17 +373,22 @@ class TestProcesses:
         process = self.start(repository, source, target, limit=3000)
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (1, "")
-        assert err.startswith(f"cannot write {target}: File too large. Its first 8 lines are whole; make room")
+        assert err.startswith(f"cannot write {target}: File too large. Its first 12 lines are whole; make room")
         assert target.stat().st_size == 3000
-        for path in (target, whole):
-            process = self.start(repository, source, path)
-            out, err = process.communicate(timeout=60)
-            assert (out, err) == ("20 0\n", "")
+        assert self.start(repository, source, target).communicate(timeout=60) == ("20 0\n", "")
+        run(source, whole, defaults=DecodingConfig(max_tokens=6))
         assert target.read_bytes() == whole.read_bytes()
 
     def test_settings_of_the_wrong_type_are_refused(self, repository: Path, tmp_path: Path):
         source, target = tmp_path / "p", tmp_path / "out"
-        wrong = ['"temperature": "hot"', '"top_k": 2.5', '"seed": null', '"max_tokens": true', '"top_p": []', '"seed": -1']
+        wrong = [
+            '"temperature": "hot"',
+            '"top_k": 2.5',
+            '"seed": null',
+            '"max_tokens": true',
+            '"top_p": []',
+            '"seed": -1',
+        ]
         right = ['"temperature": 0', '"top_p": 1', '"top_k": null', '"top_k": 10000000000000000000000']
         source.write_text("".join(f'{{"prompt": "a", {setting}}}\n' for setting in wrong + right))
         out, err = self.start(repository, source, target).communicate(timeout=60)
@@ -395,8 +416,7 @@ class TestProcesses:
             process.communicate()
             assert process.returncode == -signal.SIGKILL
             assert target.read_bytes().count(b"\n") < 40
-        for path in (target, whole):
-            process = self.start(repository, source, path)
-            assert process.communicate(timeout=60) == ("40 0\n", "")
+        assert self.start(repository, source, target).communicate(timeout=60) == ("40 0\n", "")
+        run(source, whole, defaults=DecodingConfig(max_tokens=6))
         assert target.read_bytes() == whole.read_bytes()
         assert [record["id"] for record in records(target)] == list(range(1, 41))

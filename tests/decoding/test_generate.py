@@ -170,7 +170,7 @@ class TestCompany:
         (alone,) = generate(model, params, [prompt], config, rows=8)
         for trial in range(6):
             place = trial + 1
-            prompts = random_prompts(place, 16, trial) + [prompt] + random_prompts(7 - place, 16, trial + 50)
+            prompts = [*random_prompts(place, 16, trial), prompt, *random_prompts(7 - place, 16, trial + 50)]
             others = DecodingConfig(max_tokens=20, temperature=0.7, top_p=0.9, seed=trial)
             settings = [config if row == place else others for row in range(8)]
             assert generate(model, params, prompts, settings)[place] == alone

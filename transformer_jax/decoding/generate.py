@@ -216,8 +216,9 @@ def stream(
 ) -> Iterator[list[Completion]]:
     """Continue all prompts in one batch, yielding after the first token and then after every `block` the new pieces.
 
-    `settings` are one for all or one a prompt. Nothing but the prompt and its own settings decides an answer. A
-    completion that would pass the end of the context ends there, with finish_reason "length".
+    `settings` are one for all or one a prompt. Nothing but the prompt and its own settings decides an answer: at one
+    batch size bit for bit, at another up to the rounding of the model's products. A completion that would pass the end
+    of the context ends there, with finish_reason "length".
 
     Ids from `vocab_limit` on are refused in a prompt and never chosen. `rows` is the batch that is compiled, at least
     the number of prompts. Raises `UserError` for a prompt that cannot be continued, before anything is computed.
@@ -227,6 +228,8 @@ def stream(
     if requests:
         # Few sizes are ever compiled when they are powers of two.
         rows = max(_bucket(len(requests), 1) if rows is None else rows, _least_rows(model))
+        if rows < len(requests):
+            raise ValueError(f"{len(requests)} prompts do not fit into a batch of {rows} rows")
         yield from _stream(model, params, requests, rows, block, choice)
 
 

@@ -146,6 +146,7 @@ def draw(logits: Float[Array, "V"], key: Key[Array, ""]) -> Int[Array, ""]:
     The number has 23 bits, so probabilities are exact to about 1e-7.
     """
     weights = jnp.exp(logits - jnp.max(logits))
-    # Only tokens that weigh something can be reached, in whatever order the sum is rounded.
+    # A cumulative sum is rounded here and there to less than the entry before it, so the crossing may seem to lie at a
+    # token of no weight; the largest reached weighs something, so one that does is always found.
     reached = jnp.where(weights > 0, jnp.cumsum(weights), 0)
     return jnp.argmax(reached > jax.random.uniform(key) * jnp.max(reached))

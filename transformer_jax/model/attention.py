@@ -1,8 +1,20 @@
-"""The one place where tokens mix."""
+"""The one place where tokens mix.
+
+`attend_plainly` is the definition. On CPU many queries at once go through `attend_transposed`, the same mathematics in
+an order that XLA's CPU backend is fast at; `attend` chooses.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+
+from transformer_jax.model.layers import row_major
+
+HIDDEN = -1e38
+"""The score of a key that may not be seen. Finite, so that a row of nothing else is no NaN."""
+
+FEWEST_TRANSPOSED = 16
+"""Queries from which on transposing the values costs less than it gains."""
 
 
 def attend(
@@ -16,11 +28,80 @@ def attend(
 
     Reference: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 2023, "GQA".
     """
+    transposed = jax.default_backend() == "cpu" and q.shape[1] >= FEWEST_TRANSPOSED
+    return (attend_transposed if transposed else attend_plainly)(q, k, v, may)
+
+
+def attend_plainly(
+    q: Float[Array, "B T N H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], may: Bool[Array, "B T S"]
+) -> Float[Array, "B T N H"]:
+    """`attend` as its equation says."""
     B, T, N, H = q.shape
     K = k.shape[1]
     grouped = q.reshape(B, T, K, N // K, H)
     scores = jnp.einsum("BTKGH,BKSH->BKGTS", grouped, k).astype(jnp.float32) * H**-0.5
     may = may[:, None, None]
-    scores = jnp.where(may, scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(may, scores, HIDDEN)
     weights = jnp.where(may, jax.nn.softmax(scores, axis=-1), 0).astype(v.dtype)
     return jnp.einsum("BKGTS,BKSH->BTKGH", weights, v).reshape(B, T, N, H)
+
+
+@jax.custom_vjp
+def attend_transposed(
+    q: Float[Array, "B T N H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], may: Bool[Array, "B T S"]
+) -> Float[Array, "B T N H"]:
+    """`attend` with the square of weights held as keys x queries.
+
+        p = softmax(k q^T / sqrt(H), over keys)         y^T = v^T p
+        dv = p dy      dp = v dy^T      ds = p (dp - sum_H dy y) / sqrt(H)      dk = ds q      dq^T = k^T ds
+
+    So every product that touches a square has it in the layout in which it lies, and only arrays of H columns are
+    ever transposed. The weights are kept for the backward pass in the dtype of v.
+    """
+    return _transposed_forward(q, k, v, may)[0]
+
+
+_Residuals = tuple[Array, Array, Array, Array, Array]
+
+
+def _transposed_forward(q: Array, k: Array, v: Array, may: Array) -> tuple[Array, _Residuals]:
+    B, T, N, H = q.shape
+    K, S = k.shape[1:3]
+    q_t = _heads_by_tokens(q, K)
+    scores = jnp.matmul(k, q_t).reshape(B, K, S, N // K, T).astype(jnp.float32) * H**-0.5
+    may = row_major(may.swapaxes(1, 2))[:, None, :, None]
+    scores = jnp.where(may, scores, HIDDEN)
+    # The bound is below any real score: a query that sees nothing gets weights of zero, and not of one.
+    weights = jnp.exp(scores - jnp.maximum(scores.max(axis=2, keepdims=True), HIDDEN / 2))
+    p = weights / jnp.maximum(weights.sum(axis=2, keepdims=True), 1)
+    p = p.astype(v.dtype).reshape(B, K, S, -1)
+    y = _tokens_by_heads(jnp.matmul(row_major(v.swapaxes(2, 3)), p), T)
+    return y, (q_t, k, v, p, y)
+
+
+def _transposed_backward(residuals: _Residuals, dy: Array) -> tuple[Array, Array, Array, None]:
+    q_t, k, v, p, y = residuals
+    T, H = dy.shape[1], dy.shape[3]
+    dy = jax.lax.optimization_barrier(dy)
+    dy_t = _heads_by_tokens(dy, k.shape[1])
+    along_y = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
+    dv = jnp.matmul(p, row_major(dy_t.swapaxes(2, 3)))
+    dp = jnp.matmul(v, dy_t).astype(jnp.float32)
+    ds = p.astype(jnp.float32) * (dp - _heads_by_tokens(along_y, k.shape[1])) * H**-0.5
+    ds = jax.lax.optimization_barrier(ds.astype(dy.dtype))
+    dk = jnp.matmul(ds, row_major(q_t.swapaxes(2, 3)))
+    dq = _tokens_by_heads(jnp.matmul(row_major(k.swapaxes(2, 3)), ds), T)
+    return dq, dk, dv, None
+
+
+attend_transposed.defvjp(_transposed_forward, _transposed_backward)
+
+
+def _heads_by_tokens(x: Float[Array, "B T N H"], K: int) -> Float[Array, "B K H GT"]:
+    B, T, N, H = x.shape
+    return row_major(x.reshape(B, T, K, N // K, H).transpose(0, 2, 4, 3, 1).reshape(B, K, H, -1))
+
+
+def _tokens_by_heads(x: Float[Array, "B K H GT"], T: int) -> Float[Array, "B T N H"]:
+    B, K, H, GT = x.shape
+    return x.reshape(B, K, H, GT // T, T).transpose(0, 4, 1, 3, 2).reshape(B, T, -1, H)

@@ -4,30 +4,43 @@ Learned positions are an embedding table and live with the embeddings. Angles ar
 bfloat16, position 257 would be position 256.
 """
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 
-def rope_angles(positions: Int[Array, "B T"], H: int, theta: float) -> Float[Array, "B T half"]:
-    """Angles of the rotary embedding, one for each pair of a head's entries.
+class Rotation(NamedTuple):
+    """The cosines and sines of every token's angles, float32: the same for all heads and layers."""
+
+    cos: Float[Array, "B T half"]
+    sin: Float[Array, "B T half"]
+
+
+def rotation(positions: Int[Array, "B T"], H: int, theta: float) -> Rotation:
+    """Turn positions into the angles of the rotary embedding, one for each pair of a head's entries.
 
         angle[b, t, i] = positions[b, t] * theta^(-2i / H),    i = 0 ... H/2 - 1
 
     Reference: Su et al. 2021, "RoFormer", section 3.2.2.
     """
     frequencies = theta ** (-jnp.arange(0, H, 2, dtype=jnp.float32) / H)
-    return positions[..., None].astype(jnp.float32) * frequencies
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    # Without the barrier XLA computes them anew for every head of every layer, forward and backward.
+    return Rotation(*jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles))))
 
 
-def apply_rope(x: Float[Array, "B T heads H"], angles: Float[Array, "B T half"]) -> Float[Array, "B T heads H"]:
+def rotate(x: Float[Array, "B T heads H"], by: Rotation) -> Float[Array, "B T heads H"]:
     """Rotate each pair (x[i], x[i + H/2]) of every head by its angle.
 
         y[i]       = x[i] cos a[i] - x[i + H/2] sin a[i]
         y[i + H/2] = x[i + H/2] cos a[i] + x[i] sin a[i]
 
-    The products of two rotated vectors depend on their positions' difference alone. The pairing of halves is the one of
+    The product of two rotated vectors depends on their positions' difference alone. The pairing of halves is the one of
     Llama's published weights as transformers stores them.
     """
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:3], 2, -1)
+    cos = by.cos[:, :, None, None]
+    signed_sin = jnp.stack([-by.sin, by.sin], axis=2)[:, :, None]
+    return (halves * cos + halves[..., ::-1, :] * signed_sin).reshape(x.shape).astype(x.dtype)

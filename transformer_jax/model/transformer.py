@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.attention import attend
 from transformer_jax.model.cache import KVCache, empty_cache, write, write_positions
-from transformer_jax.model.layers import ACTIVATIONS, dropout, layer_norm, product, rms_norm
+from transformer_jax.model.layers import ACTIVATIONS, dropout, gated, layer_norm, product, rms_norm
 from transformer_jax.model.masks import MaskSpec, may_attend
-from transformer_jax.model.positions import apply_rope, rope_angles
+from transformer_jax.model.positions import Rotation, rotate, rotation
 from transformer_jax.sharding import constrain
 
 Params = Any
@@ -81,7 +81,7 @@ class Context(NamedTuple):
 
     may: Bool[Array, "B T S"]
     positions: Int[Array, "B T"]
-    angles: Float[Array, "B T half"] | None
+    rotation: Rotation | None
 
 
 class Attention(nn.Module):
@@ -96,8 +96,8 @@ class Attention(nn.Module):
         q = Linear(c.N * c.H, ("embed", "heads"), c.use_bias, name="q")(x).reshape(*rows, c.N, c.H)
         k = Linear(c.K * c.H, ("embed", "kv_heads"), c.use_bias, name="k")(x).reshape(*rows, c.K, c.H)
         v = Linear(c.K * c.H, ("embed", "kv_heads"), c.use_bias, name="v")(x).reshape(*rows, c.K, c.H)
-        if context.angles is not None:
-            q, k = apply_rope(q, context.angles), apply_rope(k, context.angles)
+        if context.rotation is not None:
+            q, k = rotate(q, context.rotation), rotate(k, context.rotation)
         if cached is None:
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         else:
@@ -114,7 +114,7 @@ class MLP(nn.Module):
         c = self.config
         hidden = Linear(c.F, ("embed", "mlp"), c.use_bias, name="up")(x)
         if c.mlp == "gated":
-            hidden = ACTIVATIONS[c.activation](Linear(c.F, ("embed", "mlp"), c.use_bias, name="gate")(x)) * hidden
+            hidden = gated(Linear(c.F, ("embed", "mlp"), c.use_bias, name="gate")(x), hidden, c.activation)
         else:
             hidden = ACTIVATIONS[c.activation](hidden)
         return Linear(c.D, ("mlp", "embed"), c.use_bias, (2 * c.L) ** -0.5, name="down")(hidden)
@@ -173,7 +173,7 @@ class Transformer(nn.Module):
         context = Context(
             may=may_attend(MaskSpec(causal=c.attention == "causal"), positions, k_positions, segment_ids, segment_ids),
             positions=positions,
-            angles=rope_angles(positions, c.H, c.rope_theta) if c.positions == "rope" else None,
+            rotation=rotation(positions, c.H, c.rope_theta) if c.positions == "rope" else None,
         )
         written = []
         for index, layer in enumerate(self.layers):

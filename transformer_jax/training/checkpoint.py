@@ -45,7 +45,8 @@ _ORBAX = os.path.dirname(ocp.__file__)
 
 
 def _is_not_orbax(record: logging.LogRecord) -> bool:
-    return not record.pathname.startswith(_ORBAX) and _ORBAX not in record.getMessage()
+    error = str(record.exc_info[1]) if record.exc_info else ""
+    return not record.pathname.startswith(_ORBAX) and _UNFINISHED not in error
 
 
 def _hide_late_writes(report: Callable[[Any], object], unraisable: Any) -> None:
