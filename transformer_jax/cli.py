@@ -139,7 +139,9 @@ class BenchTrain:
             seq_len=self.seq_len or run.data.seq_len,
         )
         _print_rows(
-            f"Training, {self.preset}", bench_train(dataclasses.replace(run, data=data), self.dtypes, self.steps), self.json
+            f"Training, {self.preset}",
+            bench_train(dataclasses.replace(run, data=data), self.dtypes, self.steps),
+            self.json,
         )
         return 0
 
@@ -206,15 +208,17 @@ def _fail(message: str) -> int:
 
 def _parse(arguments: Sequence[str]) -> Callable[[], int]:
     named = _preset_name(arguments)
-    subcommand = tyro.conf.subcommand
-    bench = Annotated[BenchTrain, subcommand("train")] | Annotated[BenchDecode, subcommand("decode")]
-    commands = (
-        Annotated[Train, subcommand("train", default=Train(preset(named), named))]
-        | Annotated[Generate, subcommand("generate")]
-        | Annotated[Batch, subcommand("batch")]
-        | Annotated[bench, subcommand("bench", description="Measure rates beside the limits of this machine.")]
-    )
+    train: Any = Annotated[Train, tyro.conf.subcommand("train", default=Train(preset(named), named))]
+    bench: Any = Annotated[
+        _named("train", BenchTrain) | _named("decode", BenchDecode),
+        tyro.conf.subcommand("bench", description="Measure rates beside the limits of this machine."),
+    ]
+    commands = train | _named("generate", Generate) | _named("batch", Batch) | bench
     return tyro.cli(commands, prog="transformer-jax", args=arguments)
+
+
+def _named(name: str, command: type) -> Any:
+    return Annotated[command, tyro.conf.subcommand(name)]
 
 
 def _preset_name(arguments: Sequence[str]) -> str:

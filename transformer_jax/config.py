@@ -262,7 +262,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """How many devices share each kind of work; the product is the number of devices, and one size may be -1: the rest."""
+    """How many devices share each kind of work; their product is the number of devices. One may be -1: the rest."""
 
     data: int = -1
     """Devices that each take a part of the batch."""
@@ -318,7 +318,8 @@ class RunConfig:
         _check_types(self)
         if self.data.seq_len > self.model.max_seq_len:
             raise UserError(
-                f"DataConfig.seq_len is {self.data.seq_len}; expected at most ModelConfig.max_seq_len = {self.model.max_seq_len}"
+                f"DataConfig.seq_len is {self.data.seq_len};"
+                f" expected at most ModelConfig.max_seq_len = {self.model.max_seq_len}"
             )
 
 

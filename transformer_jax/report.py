@@ -32,7 +32,9 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], baselines: Mapping[str, float
     left.plot([row["step"] for row in steps], [row["loss"] for row in steps], linewidth=0.8)
     left.set(xlabel="step", ylabel="nats per token", title="Training loss")
     evals = [row for row in rows if "heldout_bits_per_byte" in row]
-    right.plot([row["step"] for row in evals], [row["heldout_bits_per_byte"] for row in evals], marker="o", label="model")
+    right.plot(
+        [row["step"] for row in evals], [row["heldout_bits_per_byte"] for row in evals], marker="o", label="model"
+    )
     for index, (name, value) in enumerate(baselines.items()):
         right.axhline(value, linestyle="--", linewidth=0.8, color=f"C{index + 1}", label=name)
     right.set(xlabel="step", ylabel="bits per byte", title="Held-out text")

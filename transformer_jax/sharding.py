@@ -4,13 +4,13 @@ Nothing else names a mesh axis. A model names the dimensions of its parameters (
 say over which axis of the mesh each is split, and XLA derives the communication.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import flax.linen as nn
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from transformer_jax.config import MeshConfig
@@ -30,17 +30,17 @@ RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
 )
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Arrange the devices, all of them unless given, into a data x fsdp x tensor mesh.
 
     Raises `UserError` when the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = [config.data, config.fsdp, config.tensor]
-    known = int(np.prod([size for size in sizes if size != -1]))
+    known = math.prod(size for size in sizes if size != -1)
     if -1 in sizes and len(devices) % known == 0:
         sizes[sizes.index(-1)] = len(devices) // known
-    if int(np.prod(sizes)) != len(devices):
+    if math.prod(sizes) != len(devices):
         wanted = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True))
         raise UserError(f"the mesh is {wanted}, but there are {len(devices)} devices; set one size to -1 for the rest")
     return jax.make_mesh(tuple(sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
@@ -61,8 +61,8 @@ def constrain(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    axes = nn.logical_to_mesh_axes(names, RULES)
-    shares = [np.prod([mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ())]) for axis in axes]
+    axes = tuple(dict(RULES)[name] if name else None for name in names)
+    shares = [math.prod(mesh.shape[a] for a in ((axis,) if isinstance(axis, str) else axis or ())) for axis in axes]
     whole = [axis if size % share == 0 else None for axis, size, share in zip(axes, x.shape, shares, strict=True)]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*whole))
 
@@ -78,8 +78,8 @@ def param_shardings(mesh: Mesh, logical_axes: Any, shapes: Any) -> Any:
         for size, axis in zip(shape.shape, sharding.spec, strict=False):
             if axis is not None and size % mesh.shape[axis]:
                 raise UserError(
-                    f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} of shape {shape.shape} cannot be"
-                    f" split: {size} does not divide over mesh axis {axis} of size {mesh.shape[axis]}"
+                    f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} of shape {shape.shape} cannot"
+                    f" be split: {size} does not divide over mesh axis {axis} of size {mesh.shape[axis]}"
                 )
         return sharding
 

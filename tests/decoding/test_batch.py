@@ -105,6 +105,17 @@ class TestAnswers:
             record.get("completion") for record in records(target)
         ]
 
+    def test_a_last_batch_of_few_lines_has_the_shape_of_the_others(self, source: Path, target: Path):
+        rows = set()
+
+        def recorded(batch: int, length: int) -> Any:
+            rows.add((batch, length > 1))
+            return MODEL.init_cache(batch, length)
+
+        model = MODEL._replace(init_cache=recorded)
+        complete_file(model, PARAMS, TOKENIZER, source, target, DEFAULTS, identity="bigram", batch_size=4)
+        assert {batch for batch, real in rows if real} == {4}
+
     def test_equal_prompts_draw_differently_unless_they_have_a_seed(self, tmp_path: Path, target: Path):
         source = tmp_path / "same.jsonl"
         source.write_text(
@@ -199,6 +210,15 @@ class TestResumption:
             assert target.read_bytes() == whole, f"cut at byte {size}"
             assert summary.resumed == whole[:size].count(b"\n")
             assert summary.failed == 2
+
+    def test_nothing_is_left_of_a_torn_line_when_its_prompt_changes(self, source: Path, target: Path):
+        run(source, target)
+        head = target.read_bytes().split(b"\n")[:7]
+        eighth = target.read_bytes().split(b"\n")[7]
+        target.write_bytes(b"\n".join([*head, eighth[:-1]]))
+        source.write_text("\n".join([*LINES[:7], '{"prompt": "", "max_tokens": 1}']))
+        assert run(source, target).resumed == 7
+        assert [record["id"] for record in records(target)] == [1, "eins", -2, 4, 5, 6, "seven", 8]
 
     def test_lines_added_to_the_input_are_added_to_the_output(self, source: Path, target: Path):
         run(source, target)

@@ -16,16 +16,44 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from transformer_jax.training.folder import open_trained
 
-TINY = """--model.num-layers 1 --model.d-model 16 --model.d-ff 32 --model.num-heads 2 --model.max-seq-len 16
-    --model.dropout 0.1 --data.tokenizer bytes --data.seq-len 16 --data.batch-size 4 --data.holdout 0.2
-    --optimizer.warmup-steps 2 --training.steps 40 --training.eval-every 15 --training.checkpoint-every 6
-    --training.sample-tokens 6""".split()
+TINY = [
+    "--model.num-layers",
+    "1",
+    "--model.d-model",
+    "16",
+    "--model.d-ff",
+    "32",
+    "--model.num-heads",
+    "2",
+    "--model.max-seq-len",
+    "16",
+    "--model.dropout",
+    "0.1",
+    "--data.tokenizer",
+    "bytes",
+    "--data.seq-len",
+    "16",
+    "--data.batch-size",
+    "4",
+    "--data.holdout",
+    "0.2",
+    "--optimizer.warmup-steps",
+    "2",
+    "--training.steps",
+    "40",
+    "--training.eval-every",
+    "15",
+    "--training.checkpoint-every",
+    "6",
+    "--training.sample-tokens",
+    "6",
+]
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
-    words = "def return import class self for in if else None True print".split()
+    words = ["def", "return", "import", "class", "self", "for", "in", "if", "else", "None", "True", "print"]
     for number in range(30):
         rng = random.Random(number)
         (folder / f"{number:02}.txt").write_text(" ".join(rng.choice(words) for _ in range(30)))

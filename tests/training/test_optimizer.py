@@ -26,25 +26,17 @@ def test_two_updates_agree_with_the_paper_in_numpy():
     config = OptimizerConfig(learning_rate=0.1, warmup_steps=0, final_fraction=1.0, clip_norm=0.5, weight_decay=0.3)
     optimizer = make_optimizer(config, steps=10)
     params = {"embed": jnp.full((2, 2), 2.0), "q": {"weight": jnp.full((2, 2), 1.0)}, "norm": {"scale": jnp.ones(2)}}
-    state = optimizer.init(params)
-    expected = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
-    m, v = jax.tree.map(np.zeros_like, expected), jax.tree.map(np.zeros_like, expected)
+    decay = {"embed": 0, "q": {"weight": 0.3}, "norm": {"scale": 0}}
+    state, gradients = optimizer.init(params), []
+    expected = jax.tree.map(np.asarray, params)
     for step in (1, 2):
-        grads = jax.tree.map(lambda p: jnp.arange(p.size, dtype=jnp.float32).reshape(p.shape) * 0.1 * step, params)
-        updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        norm = np.sqrt(sum((np.asarray(g) ** 2).sum() for g in jax.tree.leaves(grads)))
-        grads = jax.tree.map(lambda g: np.asarray(g) * min(1, 0.5 / norm), grads)
-        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grads)
-        v = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g**2, v, grads)
-        decay = {"embed": 0, "q": {"weight": 0.3}, "norm": {"scale": 0}}
-        expected = jax.tree.map(
-            lambda p, m, v, d: p - 0.1 * (m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8) + d * p),
-            expected,
-            m,
-            v,
-            decay,
+        scale = 0.1 * step
+        gradients.append(
+            jax.tree.map(lambda p, s=scale: s * np.arange(p.size, dtype=np.float32).reshape(p.shape), params)
         )
+        updates, state = optimizer.update(gradients[-1], state, params)
+        params = optax.apply_updates(params, updates)
+    expected = jax.tree.map(by_hand, expected, decay, *map(clipped, gradients))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), params, expected)
 
 
@@ -57,3 +49,16 @@ def test_vectors_and_tables_do_not_decay():
         "o": {"weight": True},
         "norm": {"scale": False, "bias": False},
     }
+
+
+def clipped(gradient):
+    norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in jax.tree.leaves(gradient)))
+    return jax.tree.map(lambda g: g * min(1, 0.5 / norm), gradient)
+
+
+def by_hand(p, decay, *gradients):
+    m = v = 0
+    for step, g in enumerate(gradients, 1):
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+        p = p - 0.1 * (m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8) + decay * p)
+    return p

@@ -114,8 +114,8 @@ def test_a_donated_state_gives_the_same_numbers():
     donating = jax.jit(make_train_step(build(C), OPTIMIZER), donate_argnums=0)
     state = init_state(build(C), OPTIMIZER, jax.random.key(0))
     kept, _ = run(C, [a_batch()] * 2)
+    before = state
     for _ in range(2):
-        before = state
         state, _ = donating(state, a_batch())
     assert before.params["embed"].is_deleted()
     np.testing.assert_array_equal(state.params["embed"], kept.params["embed"])

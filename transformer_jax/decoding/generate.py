@@ -301,7 +301,9 @@ def _start(
         positions=jnp.asarray(positions.max(axis=1)),
         last_positions=jnp.asarray([request.last_position for request in requests] + [-1] * absent, jnp.int32),
         keys=jax.vmap(jax.random.key)(seeds),
-        sampling=sampling_params([request.settings for request in requests] + [DecodingConfig(temperature=0.0)] * absent),
+        sampling=sampling_params(
+            [request.settings for request in requests] + [DecodingConfig(temperature=0.0)] * absent
+        ),
     )
     return _first_token(model, params, state, hidden, **choice)
 

@@ -1,8 +1,8 @@
 """The keys and values of tokens that have been seen, as an immutable value.
 
 Slot p of a row holds the token at position p, and nothing else says where a token is: no cursor, no length. Padding is
-position -1 and is never written. A write past the end would be dropped, so whoever chooses positions checks them against
-`length` beforehand, on the host.
+position -1 and is never written. A write past the end would be dropped, so whoever chooses positions checks them
+against `length` beforehand, on the host.
 """
 
 from typing import NamedTuple

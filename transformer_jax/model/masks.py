@@ -13,12 +13,12 @@ from jaxtyping import Array, Bool, Int
 class MaskSpec:
     """What a layer's mask is made of, besides padding and segments.
 
-        causal                  bidirectional
-          k: 0 1 2 3              k: 0 1 2 3
-        q 0  x . . .            q 0  x x x x
-          1  x x . .              1  x x x x
-          2  x x x .              2  x x x x
-          3  x x x x              3  x x x x
+    causal                  bidirectional
+      k: 0 1 2 3              k: 0 1 2 3
+    q 0  x . . .            q 0  x x x x
+      1  x x . .              1  x x x x
+      2  x x x .              2  x x x x
+      3  x x x x              3  x x x x
     """
 
     causal: bool

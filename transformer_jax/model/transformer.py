@@ -7,7 +7,7 @@ folder. Nothing is stored in a module, nothing is random without a key, and the 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -31,7 +31,8 @@ class Model(NamedTuple):
     init: Callable[..., Params]
     """init(key) -> params, all float32."""
     trunk: Callable[..., tuple[Array, KVCache | None]]
-    """trunk(params, tokens[B T], positions[B T], *, segment_ids=None, cache=None, dropout_key=None) -> (hidden[B T D], cache)."""
+    """trunk(params, tokens[B T], positions[B T], *, segment_ids=None, cache=None, dropout_key=None)
+    -> (hidden[B T D], cache)."""
     unembed: Callable[..., Array]
     """unembed(params, hidden[... D]) -> logits[... V], float32."""
     init_cache: Callable[[int, int], KVCache]
@@ -42,18 +43,21 @@ class Model(NamedTuple):
     max_seq_len: int
 
 
+def declare(module: nn.Module, name: str, initialise: Any, axes: tuple[str, ...], shape: tuple[int, ...]) -> Array:
+    """Describe a parameter once: its name, how it begins, and the names and lengths of its dimensions."""
+    return cast(Array, module.param(name, nn.with_logical_partitioning(initialise, axes), shape))
+
+
 class Norm(nn.Module):
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         c = self.config
-        scale = self.param("scale", nn.with_logical_partitioning(nn.initializers.ones, ("embed",)), (c.D,))
+        scale = declare(self, "scale", nn.initializers.ones, ("embed",), (c.D,))
         if c.norm == "rmsnorm":
             return rms_norm(x, scale, c.norm_eps)
-        bias = None
-        if c.use_bias:
-            bias = self.param("bias", nn.with_logical_partitioning(nn.initializers.zeros, ("embed",)), (c.D,))
+        bias = declare(self, "bias", nn.initializers.zeros, ("embed",), (c.D,)) if c.use_bias else None
         return layer_norm(x, scale, bias, c.norm_eps)
 
 
@@ -69,10 +73,9 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         fan_in = x.shape[-1]
         normal = nn.initializers.truncated_normal(self.gain * fan_in**-0.5)
-        y = product(x, self.param("weight", nn.with_logical_partitioning(normal, self.axes), (fan_in, self.features)))
+        y = product(x, declare(self, "weight", normal, self.axes, (fan_in, self.features)))
         if self.use_bias:
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros, (self.axes[1],))
-            y = y + self.param("bias", zeros, (self.features,)).astype(y.dtype)
+            y = y + declare(self, "bias", nn.initializers.zeros, self.axes[1:], (self.features,)).astype(y.dtype)
         return y
 
 
@@ -141,12 +144,10 @@ class Transformer(nn.Module):
     def setup(self) -> None:
         c = self.config
         normal = nn.initializers.truncated_normal(c.D**-0.5)
-        self.table = self.param("embed", nn.with_logical_partitioning(normal, ("vocab", "embed")), (c.V, c.D))
+        self.table = declare(self, "embed", normal, ("vocab", "embed"), (c.V, c.D))
         if c.positions == "learned":
             axes = ("positions", "embed")
-            self.position_table = self.param(
-                "position_embed", nn.with_logical_partitioning(normal, axes), (c.max_seq_len, c.D)
-            )
+            self.position_table = declare(self, "position_embed", normal, axes, (c.max_seq_len, c.D))
         block = nn.remat(Block) if c.remat == "block" else Block
         self.layers = [block(c) for _ in range(c.L)]
         self.final_norm = Norm(c)
@@ -200,11 +201,14 @@ def build(config: ModelConfig) -> Model:
     module = Transformer(config)
     tokens = jnp.zeros((1, 1), jnp.int32)
 
-    def declare(key: PRNGKeyArray) -> Any:
+    def boxed(key: PRNGKeyArray) -> Any:
         return module.init(key, tokens, method="everything")["params"]
 
+    def apply(params: Params, *arguments: Any, **options: Any) -> Any:
+        return module.apply({"params": params}, *arguments, **options)
+
     def init(key: PRNGKeyArray) -> Params:
-        return nn.unbox(declare(key))
+        return nn.unbox(boxed(key))
 
     def trunk(
         params: Params,
@@ -217,16 +221,16 @@ def build(config: ModelConfig) -> Model:
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         if cache is not None and segment_ids is not None:
             raise ValueError("a cache holds one sequence a row: segment_ids cannot be used with it")
-        return module.apply({"params": params}, tokens, positions, segment_ids, cache, dropout_key)
+        return apply(params, tokens, positions, segment_ids, cache, dropout_key)
 
     def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        return module.apply({"params": params}, hidden, method="unembed")
+        return apply(params, hidden, method="unembed")
 
     def init_cache(batch: int, length: int) -> KVCache:
         return empty_cache(config.L, batch, config.K, length, config.H, config.dtype)
 
     def logical_axes() -> Any:
-        return nn.get_partition_spec(jax.eval_shape(declare, jax.random.key(0)))
+        return nn.get_partition_spec(jax.eval_shape(boxed, jax.random.key(0)))
 
     return Model(init, trunk, unembed, init_cache, logical_axes, config.V, config.max_seq_len)
 

@@ -9,8 +9,10 @@ from transformer_jax.model.transformer import Model, Params
 from transformer_jax.text.pipeline import Batch
 from transformer_jax.training.step import batch_loss
 
+EvalStep = Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
 
-def make_eval_step(model: Model) -> Callable[[Params, Batch], tuple[jax.Array, jax.Array]]:
+
+def make_eval_step(model: Model) -> EvalStep:
     """Return the pure (params, batch) -> (sum of nats, number of targets)."""
 
     def eval_step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -20,7 +22,7 @@ def make_eval_step(model: Model) -> Callable[[Params, Batch], tuple[jax.Array, j
 
 
 def bits_per_byte(
-    eval_step: Callable[[Params, Batch], tuple[jax.Array, jax.Array]],
+    eval_step: EvalStep,
     params: Params,
     batches: Iterable[Batch],
     num_bytes: int,

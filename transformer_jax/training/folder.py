@@ -1,9 +1,9 @@
 """A run's folder: what is in it, who may write it, and opening it for training or for use.
 
-    config.json       the exact configuration        tokenizer.json   the tokenizer
-    corpus.json       the text's fingerprint         checkpoints/     see checkpoint.py
-    metrics.jsonl     every step's figures           events/          the same for TensorBoard
-    curves.png        drawn at the end
+config.json       the exact configuration        tokenizer.json   the tokenizer
+corpus.json       the text's fingerprint         checkpoints/     see checkpoint.py
+metrics.jsonl     every step's figures           events/          the same for TensorBoard
+curves.png        drawn at the end
 """
 
 import dataclasses
@@ -116,7 +116,9 @@ def _recorded_config(folder: Path) -> RunConfig | None:
     ours = {".lock", "tokenizer.json", "tokenizer.json.tmp", "corpus.json", "corpus.json.tmp", "config.json.tmp"}
     others = sorted({file.name for file in folder.iterdir()} - ours)
     if others:
-        raise UserError(f"{folder} holds {others[0]!r} and no config.json, so it is not a run folder; choose another --run")
+        raise UserError(
+            f"{folder} holds {others[0]!r} and no config.json, so it is not a run folder; choose another --run"
+        )
     return None
 
 
@@ -136,9 +138,7 @@ def _with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
             f"ModelConfig.vocab_size is {size}, but the tokenizer has {tokenizer.vocab_size} ids;"
             " raise it, or leave it null to take the tokenizer's"
         )
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab_size=size or tokenizer.vocab_size)
-    )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size or tokenizer.vocab_size))
 
 
 def _check_same(folder: Path, recorded: RunConfig, requested: RunConfig) -> None:

@@ -56,5 +56,7 @@ def _rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
         except (ValueError, TypeError, KeyError):
             # A process that was killed while it wrote leaves half a last line.
             if number < len(lines) and any(lines[number:]):
-                raise UserError(f"{path}: line {number} is not a row of metrics; move the file aside to go on") from None
+                raise UserError(
+                    f"{path}: line {number} is not a row of metrics; move the file aside to go on"
+                ) from None
     return rows

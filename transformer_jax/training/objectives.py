@@ -13,7 +13,7 @@ def next_token_loss(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum the weighted negative log-likelihood of the targets, in nats, and the weights.
 
-        sum_t w_t (log sum_v exp(logits[t, v]) - logits[t, target_t]),    sum_t w_t
+    sum_t w_t (log sum_v exp(logits[t, v]) - logits[t, target_t]),    sum_t w_t
     """
     # A comparison instead of a look-up: the gradient of a look-up is a scatter, which is slow on CPU and TPU.
     is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]

@@ -13,6 +13,7 @@ from transformer_jax.text.pipeline import Batch
 from transformer_jax.training.objectives import next_token_loss
 
 Metrics = dict[str, Array]
+TrainStep = Callable[["TrainState", Batch], tuple["TrainState", Metrics]]
 
 
 class TrainState(NamedTuple):
@@ -33,17 +34,18 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, key: PRNGK
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), step_key)
 
 
-def batch_loss(model: Model, params: Params, batch: Batch, dropout_key: PRNGKeyArray | None = None) -> tuple[Array, Array]:
-    """Teacher forcing: predict every next token of the batch at once. Returns the sum of the loss and of the weights."""
+def batch_loss(
+    model: Model, params: Params, batch: Batch, dropout_key: PRNGKeyArray | None = None
+) -> tuple[Array, Array]:
+    """Predict every next token of the batch at once (teacher forcing); returns the sums of the loss and the weights."""
     hidden, _ = model.trunk(
         params, batch.tokens, batch.positions, segment_ids=batch.segment_ids, dropout_key=dropout_key
     )
-    return next_token_loss(model.unembed(params, hidden), batch.targets, batch.loss_weights)
+    logits = model.unembed(params, hidden)
+    return next_token_loss(logits, jnp.asarray(batch.targets), jnp.asarray(batch.loss_weights))
 
 
-def make_train_step(
-    model: Model, optimizer: optax.GradientTransformation
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(model: Model, optimizer: optax.GradientTransformation) -> TrainStep:
     """Return the pure step; whoever jits it donates the state."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

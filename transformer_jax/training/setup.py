@@ -1,0 +1,99 @@
+"""From a run's folder to the functions and texts that it trains with."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from rich.console import Console
+
+from transformer_jax.config import RunConfig
+from transformer_jax.decoding.generate import check_prompt
+from transformer_jax.errors import UserError
+from transformer_jax.model.cost import num_params
+from transformer_jax.model.transformer import Model, build
+from transformer_jax.sharding import Mesh, batch_sharding, param_shardings, replicated
+from transformer_jax.text.corpus import CompressedSizes, compressed_sizes
+from transformer_jax.text.pipeline import Batch, Windows, make_windows
+from transformer_jax.training.evaluation import EvalStep, make_eval_step
+from transformer_jax.training.folder import Run
+from transformer_jax.training.optimizer import make_optimizer
+from transformer_jax.training.step import TrainState, TrainStep, init_state, make_train_step
+
+
+class Setup(NamedTuple):
+    """What does not change while a run trains."""
+
+    config: RunConfig
+    run: Run
+    model: Model
+    train: Windows
+    heldout: Windows
+    compressors: CompressedSizes
+    """Of the held-out text."""
+    init: Callable[[], TrainState]
+    """Makes the state before the first step, each array on the devices that hold it from then on."""
+    train_step: TrainStep
+    """Uses up the state that it is given."""
+    eval_step: EvalStep
+    place_batch: Callable[[Batch], Batch]
+    """Puts the rows of a batch where they belong."""
+
+
+def set_up(run: Run, mesh: Mesh) -> Setup:
+    """Build everything that a run needs. Raises `UserError` for settings that do not fit each other, or the text."""
+    config = run.config
+    if config.model.attention != "causal":
+        raise UserError("ModelConfig.attention is 'bidirectional'; predicting the next token needs 'causal'")
+    model = build(config.model)
+    check_prompt(model, [run.tokenizer.end_of_text, *run.tokenizer.encode(config.training.sample_prompt)])
+    train, heldout = (
+        make_windows([document.text for document in documents], run.tokenizer, config.data.seq_len, config.model.V)
+        for documents in run.split
+    )
+    optimizer = make_optimizer(config.optimizer, config.training.steps)
+    rows = batch_sharding(mesh, config.data.batch_size)
+    return Setup(
+        config=config,
+        run=run,
+        model=model,
+        train=train,
+        heldout=heldout,
+        compressors=compressed_sizes(run.split.heldout),
+        init=_make_init(model, optimizer, config.training.seed, mesh),
+        train_step=jax.jit(make_train_step(model, optimizer), donate_argnums=0),
+        eval_step=jax.jit(make_eval_step(model)),
+        place_batch=lambda batch: jax.device_put(batch, rows),
+    )
+
+
+def _make_init(
+    model: Model, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh
+) -> Callable[[], TrainState]:
+    def init() -> TrainState:
+        return init_state(model, optimizer, jax.random.key(seed))
+
+    shapes = jax.eval_shape(init)
+    params = param_shardings(mesh, model.logical_axes(), shapes.params)
+    whole = replicated(mesh)
+    moments: Any = optax.tree.map_params(
+        optimizer, lambda _, sharding: sharding, shapes.opt_state, params, transform_non_params=lambda _: whole
+    )
+    shardings: Any = shapes._replace(params=params, opt_state=moments, step=whole, key=whole)
+    return jax.jit(init, out_shardings=shardings)
+
+
+def describe(setup: Setup, mesh: Mesh, console: Console) -> None:
+    """Say what is trained on what."""
+    config, documents = setup.config, setup.run.split
+    skipped = f" {len(setup.run.skipped)} files that are not text were left out." if setup.run.skipped else ""
+    console.print(
+        f"Text: {len(documents.train):,} documents, {setup.train.num_bytes / 1e6:.1f} MB, {setup.train.num_targets:,}"
+        f" tokens to train on; {len(documents.heldout):,} documents, {setup.heldout.num_bytes / 1e6:.2f} MB held out."
+        f"{skipped}\n"
+        f"Model: {num_params(config.model):,} parameters, {config.model.L} layers of width {config.model.D},"
+        f" {config.model.V:,} tokens ({config.data.tokenizer}), {config.model.dtype},"
+        f" on {mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}.",
+        highlight=False,
+        soft_wrap=True,
+    )
