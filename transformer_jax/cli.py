@@ -190,7 +190,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 for a mistake of the user's, 128 + n after signal n."""
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
-        return _parse(sys.argv[1:] if arguments is None else arguments)()
+        command = _parse(sys.argv[1:] if arguments is None else arguments)
+        from transformer_jax.machine import keep_freed_memory, remember_compilations
+
+        keep_freed_memory()
+        remember_compilations()
+        return command()
     except UserError as error:
         return _fail(str(error))
     except OSError as error:

@@ -1,8 +1,10 @@
 """What this machine can do at most, measured: the figures that a rate is a fraction of."""
 
 import ctypes
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,22 @@ def keep_freed_memory() -> None:
         trim_threshold, mmap_threshold, arena_max = -1, -3, -8
         for option, value in ((trim_threshold, 2**31 - 1), (mmap_threshold, 2**31 - 1), (arena_max, 1)):
             mallopt(option, value)
+
+
+def remember_compilations() -> None:
+    """Keep what is compiled for the next process: in JAX_COMPILATION_CACHE_DIR, else in the user's cache folder.
+
+    Where that folder cannot be made, everything is compiled anew each time.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "transformer_jax" / "compiled"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def matmul_peak(dtype: DType) -> float:

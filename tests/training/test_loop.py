@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -92,7 +93,10 @@ def newest_state(run: Path) -> dict[str, np.ndarray]:
     step = max(int(folder.name) for folder in (run / "checkpoints").iterdir() if folder.name.isdigit())
     arrays = {}
     for item in ("params", "rest"):
-        tree = ocp.PyTreeCheckpointer().restore(run / "checkpoints" / str(step) / item)
+        with warnings.catch_warnings():
+            # Orbax says that it takes the devices from the file, which is where they are.
+            warnings.simplefilter("ignore")
+            tree = ocp.PyTreeCheckpointer().restore(run / "checkpoints" / str(step) / item)
         arrays |= {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree.leaves_with_path(tree)}
     return arrays
 
