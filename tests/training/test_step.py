@@ -44,7 +44,7 @@ def run(c, batches, state=None):
 
 def test_learns_a_batch_by_heart():
     state, losses = run(C, [a_batch()] * 60)
-    assert losses[0] == pytest.approx(np.log(32), abs=0.3)
+    assert losses[0] == pytest.approx(np.log(32), abs=0.8)
     assert losses[-1] < 0.3
     assert state.step == 60
 

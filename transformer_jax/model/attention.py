@@ -43,7 +43,8 @@ def attend_plainly(
     may = may[:, None, None]
     scores = jnp.where(may, scores, HIDDEN)
     weights = jnp.where(may, jax.nn.softmax(scores, axis=-1), 0).astype(v.dtype)
-    return jnp.einsum("BKGTS,BKSH->BTKGH", weights, v).reshape(B, T, N, H)
+    # In the order of the result's own dimensions XLA would copy v, which may be a whole cache, to transpose it.
+    return jnp.einsum("BKGTS,BKSH->BKGTH", weights, v).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 @jax.custom_vjp
@@ -86,7 +87,7 @@ def _transposed_backward(residuals: _Residuals, dy: Array) -> tuple[Array, Array
     dy_t = _heads_by_tokens(dy, k.shape[1])
     along_y = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     dv = jnp.matmul(p, row_major(dy_t.swapaxes(2, 3)))
-    dp = jnp.matmul(v, dy_t).astype(jnp.float32)
+    dp = jax.lax.optimization_barrier(jnp.matmul(v, dy_t)).astype(jnp.float32)
     ds = p.astype(jnp.float32) * (dp - _heads_by_tokens(along_y, k.shape[1])) * H**-0.5
     ds = jax.lax.optimization_barrier(ds.astype(dy.dtype))
     dk = jnp.matmul(ds, row_major(q_t.swapaxes(2, 3)))

@@ -39,9 +39,11 @@ def write(
 ) -> Float[Array, "B K S H"]:
     """Store each token's vector in the slot of its position; padding (-1) is dropped."""
     slots = _slots(positions, buffer.shape[2])
-    return jax.vmap(lambda row, values, slot: row.at[:, slot].set(values.swapaxes(0, 1), mode="drop"))(
+    written = jax.vmap(lambda row, values, slot: row.at[:, slot].set(values.swapaxes(0, 1), mode="drop"))(
         buffer, new.astype(buffer.dtype), slots
     )
+    # Without the barrier XLA fuses the write of a single row into each of its readers, and copies the buffer for it.
+    return jax.lax.optimization_barrier(written)
 
 
 def write_positions(buffer: Int[Array, "B S"], positions: Int[Array, "B T"]) -> Int[Array, "B S"]:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, Shaped
 
 ACTIVATIONS: MappingProxyType[str, Callable[[Array], Array]] = MappingProxyType(
     {
@@ -52,7 +52,7 @@ def _transposed(x: Float[Array, "I O"]) -> Float[Array, "O I"]:
     return row_major(x.T) if jax.default_backend() == "cpu" and x.dtype == jnp.bfloat16 else x.T
 
 
-def row_major(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def row_major(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Lay the numbers out in the order of the dimensions.
 
     XLA folds a transposition into the product that reads it, which on CPU makes the product slow; demanding a layout
@@ -77,7 +77,8 @@ def _gated_forward(gate: Array, up: Array, activation: str) -> tuple[Array, tupl
 
 
 def _gated_backward(activation: str, inputs: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    gate, up, dy32 = (x.astype(jnp.float32) for x in (*inputs, dy))
+    # Without the barrier XLA would keep the forward pass's activation in float32 after all.
+    gate, up, dy32 = (x.astype(jnp.float32) for x in jax.lax.optimization_barrier((*inputs, dy)))
     active, slope = jax.jvp(ACTIVATIONS[activation], (gate,), (jnp.ones_like(gate),))
     return (dy32 * up * slope).astype(dy.dtype), (dy32 * active).astype(dy.dtype)
 

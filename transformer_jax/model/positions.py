@@ -40,7 +40,7 @@ def rotate(x: Float[Array, "B T heads H"], by: Rotation) -> Float[Array, "B T he
     The product of two rotated vectors depends on their positions' difference alone. The pairing of halves is the one of
     Llama's published weights as transformers stores them.
     """
-    halves = x.astype(jnp.float32).reshape(*x.shape[:3], 2, -1)
-    cos = by.cos[:, :, None, None]
-    signed_sin = jnp.stack([-by.sin, by.sin], axis=2)[:, :, None]
-    return (halves * cos + halves[..., ::-1, :] * signed_sin).reshape(x.shape).astype(x.dtype)
+    first, second = (half.astype(jnp.float32) for half in jnp.split(x, 2, axis=-1))
+    cos, sin = by.cos[:, :, None], by.sin[:, :, None]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate([half.astype(x.dtype) for half in turned], axis=-1)
