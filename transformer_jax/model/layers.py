@@ -77,10 +77,12 @@ def _gated_forward(gate: Array, up: Array, activation: str) -> tuple[Array, tupl
 
 
 def _gated_backward(activation: str, inputs: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    # Without the barrier XLA would keep the forward pass's activation in float32 after all.
-    gate, up, dy32 = (x.astype(jnp.float32) for x in jax.lax.optimization_barrier((*inputs, dy)))
-    active, slope = jax.jvp(ACTIVATIONS[activation], (gate,), (jnp.ones_like(gate),))
-    return (dy32 * up * slope).astype(dy.dtype), (dy32 * active).astype(dy.dtype)
+    # The barriers keep XLA from storing in float32 what the three passes over these arrays have in common.
+    gate, dy = jax.lax.optimization_barrier((inputs[0], dy))
+    dup = (dy.astype(jnp.float32) * ACTIVATIONS[activation](gate.astype(jnp.float32))).astype(dy.dtype)
+    gate, up, dy, dup = jax.lax.optimization_barrier((gate, inputs[1], dy, dup))
+    _, slope = jax.jvp(ACTIVATIONS[activation], (gate.astype(jnp.float32),), (jnp.ones(gate.shape, jnp.float32),))
+    return (dy.astype(jnp.float32) * up.astype(jnp.float32) * slope).astype(dy.dtype), dup
 
 
 gated.defvjp(_gated_forward, _gated_backward)
