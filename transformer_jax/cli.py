@@ -11,6 +11,7 @@ Nothing here needs JAX until a command runs, so help is quick.
 import dataclasses
 import errno
 import json
+import os
 import signal
 import sys
 import warnings
@@ -198,6 +199,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command()
     except UserError as error:
         return _fail(str(error))
+    except BrokenPipeError:
+        # Whoever read has enough; what is still to be flushed at exit goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise

@@ -181,7 +181,7 @@ class DataConfig:
     """Fraction of the documents that is kept for evaluation and never trained on."""
     seq_len: int = 256
     """Tokens in one packed window (T)."""
-    batch_size: int = 16
+    batch_size: int = 8
     """Windows in one step (B), over all devices."""
     workers: int = 0
     """Processes that prepare batches beside the training process. The stream does not depend on it."""
@@ -206,7 +206,7 @@ class OptimizerConfig:
 
     learning_rate: float = 3e-3
     """The peak, reached at the end of the warm-up."""
-    warmup_steps: int = 20
+    warmup_steps: int = 40
     """Steps over which the learning rate rises from 0."""
     final_fraction: float = 0.05
     """The learning rate of the last step as a fraction of the peak."""
@@ -236,17 +236,17 @@ class OptimizerConfig:
 class TrainingConfig:
     """How long to train, and what to show and keep on the way."""
 
-    steps: int = 300
+    steps: int = 700
     """Optimizer updates."""
     seed: int = 0
     """Initial parameters and dropout."""
-    eval_every: int = 100
+    eval_every: int = 175
     """Steps between evaluations on held-out text; the last step is always evaluated."""
     checkpoint_every: int = 100
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept."""
-    sample_prompt: str = "def "
+    sample_prompt: str = "def"
     """The beginning of the text that each evaluation continues."""
     sample_tokens: int = 96
     """The length of that continuation."""

@@ -46,7 +46,7 @@ def matmul_peak(dtype: DType) -> float:
     """Measure FLOP/s of a large square matrix product on all local devices together."""
     size = 1024 if jax.default_backend() == "cpu" else 8192
     a = jnp.ones((size, size), dtype)
-    seconds = best_seconds(jax.jit(lambda a: a @ a), a)
+    seconds = best_seconds(jax.jit(lambda a: jnp.matmul(a, a, preferred_element_type=jnp.float32)), a)
     return 2 * size**3 / seconds * _independent_devices()
 
 

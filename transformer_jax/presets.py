@@ -16,7 +16,7 @@ def small() -> RunConfig:
     """10.7M parameters over bytes: the shape that training rates are compared at."""
     return RunConfig(
         model=ModelConfig(num_layers=6, d_model=384, d_ff=1024, num_heads=6),
-        data=DataConfig(tokenizer="bytes"),
+        data=DataConfig(tokenizer="bytes", batch_size=16),
         optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=100),
         training=TrainingConfig(steps=5000, eval_every=500, checkpoint_every=500),
     )
@@ -75,7 +75,7 @@ def llama3_8b() -> RunConfig:
 def _long_run(model: ModelConfig) -> RunConfig:
     return RunConfig(
         model=model,
-        data=DataConfig(seq_len=model.max_seq_len, bpe_vocab_size=32_768),
+        data=DataConfig(seq_len=model.max_seq_len, batch_size=16, bpe_vocab_size=32_768),
         optimizer=OptimizerConfig(learning_rate=6e-4, warmup_steps=2000, final_fraction=0.1),
         training=TrainingConfig(steps=100_000, eval_every=1000, checkpoint_every=1000),
     )

@@ -75,8 +75,9 @@ def _run_steps(
 ) -> Stopped | None:
     config, data = setup.config.training, setup.config.data
     start = int(state.step)
+    peak = matmul_peak(setup.config.model.dtype)
     batches = make_batches(setup.train, data.batch_size, seed=data.seed, start=start, workers=data.workers)
-    with closing(batches), stop_signals() as stop, _make_progress(setup, start, console) as progress:
+    with closing(batches), stop_signals() as stop, _make_progress(setup, start, peak, console) as progress:
         pending: tuple[int, Metrics] | None = None
         for step in range(start + 1, config.steps + 1):
             state, metrics = setup.train_step(state, setup.place_batch(next(batches)))
@@ -103,10 +104,10 @@ def _run_steps(
     return None
 
 
-def _make_progress(setup: Setup, start: int, console: Console) -> TrainingProgress:
+def _make_progress(setup: Setup, start: int, peak: float, console: Console) -> TrainingProgress:
     config = setup.config
     flops = train_flops(config.model, config.data.batch_size, config.data.seq_len)
-    return TrainingProgress(console, start, config.training.steps, flops, matmul_peak(config.model.dtype))
+    return TrainingProgress(console, start, config.training.steps, flops, peak)
 
 
 def _record(setup: Setup, step: int, metrics: Metrics, log: MetricsLog, progress: TrainingProgress) -> None:
