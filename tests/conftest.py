@@ -19,7 +19,9 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # Before the first import of the package: its annotations, jaxtyping's shapes among them, hold on every call.
-jaxtyping.install_import_hook("transformer_jax", "beartype.beartype")
+# Settings check themselves, with messages for people, which the hook would forestall.
+floors = ("analysis", "training", "decoding", "text", "model", "report", "machine", "sharding")
+jaxtyping.install_import_hook([f"transformer_jax.{floor}" for floor in floors], "beartype.beartype")
 
 # The same examples in every run, so that a red run can be repeated; no deadline, because a first call compiles.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)

@@ -20,7 +20,7 @@ def product_params(c: ModelConfig) -> int:
     return c.V * c.D + c.L * (attention + (3 if c.mlp == "gated" else 2) * c.D * c.F)
 
 
-def train_flops(c: ModelConfig, B: int, T: int) -> float:
+def train_flops(c: ModelConfig, B: int, T: int) -> int:
     """FLOPs of one training step, a multiply-add being two.
 
         B T (6 P + 12 L N H T),    P = product_params
