@@ -22,6 +22,10 @@ ACTIVATIONS: MappingProxyType[str, Callable[[Array], Array]] = MappingProxyType(
 )
 
 
+FEWEST_TRANSPOSED_ROWS = 256
+"""Rows of activations from which on transposing a weight costs less than it gains."""
+
+
 @jax.custom_vjp
 def product(x: Float[Array, "*rows I"], w: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
     """The one matrix product of the model, y = x w in the dtype of x.
@@ -45,6 +49,27 @@ def _product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array,
 
 
 product.defvjp(_product_forward, _product_backward)
+
+
+@jax.custom_vjp
+def product_with_table(x: Float[Array, "*rows D"], table: Float[Array, "V D"]) -> Float[Array, "*rows V"]:
+    """`product` with a transposed embedding table, y = x table^T, which decoding reads where it lies."""
+    if x.size // x.shape[-1] < FEWEST_TRANSPOSED_ROWS:
+        return jnp.einsum("...D,VD->...V", x, table.astype(x.dtype))
+    return x @ _transposed(table.astype(x.dtype))
+
+
+def _table_forward(x: Array, table: Array) -> tuple[Array, tuple[Array, Array]]:
+    return product_with_table(x, table), (x, table)
+
+
+def _table_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, table = residuals
+    dx, dw = _product_backward((x, table.T), dy)
+    return dx, dw.T
+
+
+product_with_table.defvjp(_table_forward, _table_backward)
 
 
 def _transposed(x: Float[Array, "I O"]) -> Float[Array, "O I"]:

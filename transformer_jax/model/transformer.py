@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from transformer_jax.config import ModelConfig
 from transformer_jax.model.attention import attend
 from transformer_jax.model.cache import KVCache, empty_cache, write, write_positions
-from transformer_jax.model.layers import ACTIVATIONS, dropout, gated, layer_norm, product, rms_norm
+from transformer_jax.model.layers import ACTIVATIONS, dropout, gated, layer_norm, product, product_with_table, rms_norm
 from transformer_jax.model.masks import MaskSpec, may_attend
 from transformer_jax.model.positions import Rotation, rotate, rotation
 from transformer_jax.sharding import constrain
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
         return hidden, KVCache(tuple(k for k, _ in written), tuple(v for _, v in written), k_positions)
 
     def unembed(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        logits = product(hidden, self.table.T) if self.config.tie_embeddings else self.output(hidden)
+        logits = product_with_table(hidden, self.table) if self.config.tie_embeddings else self.output(hidden)
         return logits.astype(jnp.float32)
 
     def everything(self, tokens: Int[Array, "B T"]) -> Array:

@@ -1,0 +1,108 @@
+"""Each form that is there for speed equals the plain one, in value and in gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from transformer_jax.model.attention import attend, attend_plainly, attend_transposed
+from transformer_jax.model.layers import ACTIVATIONS, gated, product, product_with_table, row_major
+from transformer_jax.model.masks import MaskSpec, may_attend
+from transformer_jax.model.positions import rotate, rotation
+
+every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+
+
+def normal(seed, *shape, dtype="float32"):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def assert_same(fast, plain, inputs):
+    """Compare values and vector-Jacobian products; in bfloat16 both may be off by a few roundings of 2^-8."""
+    tolerance = 1e-5 if inputs[0].dtype == jnp.float32 else 3e-2
+    exact = [x.astype(jnp.float32) for x in inputs]
+    expected, expected_vjp = jax.vjp(plain, *exact)
+    actual, actual_vjp = jax.vjp(fast, *inputs)
+    cotangent = normal(9, *expected.shape)
+    pairs = [(actual, expected)]
+    pairs += zip(actual_vjp(cotangent.astype(actual.dtype)), expected_vjp(cotangent), strict=True)
+    for ours, theirs in pairs:
+        scale = float(jnp.abs(theirs).max())
+        np.testing.assert_allclose(ours.astype(jnp.float32), theirs, atol=tolerance * scale)
+
+
+@every_dtype
+def test_product(dtype):
+    assert_same(product, lambda x, w: x @ w, (normal(0, 3, 5, 8, dtype=dtype), normal(1, 8, 6, dtype=dtype)))
+
+
+@every_dtype
+@pytest.mark.parametrize("rows", [3, 300], ids=["few rows", "many rows"])
+def test_product_with_table(rows, dtype):
+    inputs = (normal(0, rows, 8, dtype=dtype), normal(1, 21, 8, dtype=dtype))
+    assert_same(product_with_table, lambda x, table: x @ table.T, inputs)
+
+
+@every_dtype
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated(activation, dtype):
+    inputs = (normal(0, 4, 16, dtype=dtype), normal(1, 4, 16, dtype=dtype))
+    assert_same(lambda g, u: gated(g, u, activation), lambda g, u: ACTIVATIONS[activation](g) * u, inputs)
+
+
+@every_dtype
+@pytest.mark.parametrize("K", [1, 2, 4])
+@pytest.mark.parametrize("S", [16, 24], ids=["square", "longer cache"])
+def test_attention(S, K, dtype):
+    """With packed documents, padding on both sides, and rows that may see nothing at all."""
+    B, T, N, H = 2, 16, 4, 6
+    q_positions = jnp.asarray([[*range(10), *range(4), -1, -1], [-1] * 3 + [*range(13)]])
+    q_segments = jnp.asarray([[1] * 10 + [2] * 4 + [0, 0], [0] * 3 + [1] * 13])
+    k_positions = jnp.pad(q_positions, ((0, 0), (0, S - T)), constant_values=-1)
+    k_segments = jnp.pad(q_segments, ((0, 0), (0, S - T)))
+    may = may_attend(MaskSpec(causal=True), q_positions, k_positions, q_segments, k_segments)
+    inputs = (
+        normal(0, B, T, N, H, dtype=dtype),
+        normal(1, B, K, S, H, dtype=dtype),
+        normal(2, B, K, S, H, dtype=dtype),
+    )
+    assert_same(lambda q, k, v: attend_transposed(q, k, v, may), lambda q, k, v: attend_plainly(q, k, v, may), inputs)
+    y = attend_transposed(*inputs, may)
+    assert (y[0, 14:] == 0).all()
+    assert (y[1, :3] == 0).all()
+    np.testing.assert_array_equal(attend(*inputs, may), y)
+
+
+def test_attention_survives_large_scores_and_ties():
+    q = jnp.full((1, 16, 1, 4), 1e4)
+    v = normal(3, 1, 1, 16, 4)
+    may = may_attend(MaskSpec(causal=False), jnp.arange(16)[None], jnp.arange(16)[None])
+    y = attend_transposed(q, q.swapaxes(1, 2), v, may)
+    np.testing.assert_allclose(y[0, :, 0], jnp.broadcast_to(v[0, 0].mean(0), (16, 4)), atol=1e-5)
+
+
+def test_rotation_depends_on_the_distance_alone():
+    q, k = normal(0, 1, 1, 1, 8), normal(1, 1, 1, 1, 8)
+
+    def score(q_position, k_position):
+        at = [rotate(x, rotation(jnp.asarray([[p]]), 8, 100.0)) for x, p in ((q, q_position), (k, k_position))]
+        return float(jnp.vdot(*at))
+
+    assert score(5, 2) == pytest.approx(score(905, 902), abs=1e-4)
+    assert score(5, 2) != pytest.approx(score(5, 3), abs=1e-3)
+
+
+def test_angles_are_exact_at_large_positions_in_any_compute_dtype():
+    positions = jnp.asarray([[255, 256, 257, 4094, 4095, 8191]])
+    frequencies = 10_000.0 ** (-np.arange(0, 8, 2) / 8)
+    turned = rotation(positions, 8, 10_000.0)
+    expected = np.asarray(positions)[..., None] * frequencies
+    assert turned.cos.dtype == jnp.float32
+    np.testing.assert_allclose(turned.cos, np.cos(expected), atol=1e-3)
+    np.testing.assert_allclose(turned.sin, np.sin(expected), atol=1e-3)
+    assert len({tuple(row) for row in np.asarray(turned.cos[0]).tolist()}) == 6
+
+
+def test_row_major_moves_numbers_and_changes_none():
+    x = normal(0, 3, 5)
+    np.testing.assert_array_equal(jax.jit(lambda x: row_major(x.T))(x), np.asarray(x).T)
