@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from transformer_jax.config import DecodingConfig, ModelConfig, RunConfig, differences, from_json, to_json
+from transformer_jax.config import DataConfig, DecodingConfig, ModelConfig, RunConfig, differences, from_json, to_json
 from transformer_jax.errors import UserError
 from transformer_jax.presets import PRESETS, preset
 
@@ -23,7 +23,7 @@ def test_json_gives_every_preset_back(name):
         ('{"data": {"paths": [1]}}', r"DataConfig.paths is \(1,\); expected a list of text"),
         ('{"model": 7}', "RunConfig.model: found 7; expected an object"),
         ("{", "RunConfig: not JSON"),
-        ('{"data": {"seq_len": 512}}', "DataConfig.seq_len is 512; expected at most ModelConfig.max_seq_len = 256"),
+        ("{}", "RunConfig: the field 'model' is missing"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(text, message):
@@ -37,7 +37,7 @@ def test_what_is_wrong_in_a_file_is_named(text, message):
         ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads is 3; expected a positive divisor of num_heads = 4"),
         ({"head_dim": 5}, "head_dim comes to 5; rotary positions need an even one"),
         ({"dropout": 1.0}, "dropout is 1.0; expected at least 0 and less than 1"),
-        ({"norm_eps": float("nan")}, "norm_eps is nan; expected a number"),
+        ({"norm_eps": float("nan")}, "norm_eps is nan; expected a finite number"),
         ({"num_layers": 0}, "num_layers is 0; expected more than 0"),
         ({"vocab_size": 1}, "vocab_size is 1; expected at least 2, or null"),
     ],
@@ -45,6 +45,11 @@ def test_what_is_wrong_in_a_file_is_named(text, message):
 def test_a_model_that_cannot_be_is_refused(settings, message):
     with pytest.raises(UserError, match=message):
         ModelConfig(**settings)
+
+
+def test_a_window_longer_than_the_context_is_refused():
+    with pytest.raises(UserError, match=r"DataConfig.seq_len is 512; expected at most ModelConfig.max_seq_len = 256"):
+        RunConfig(data=DataConfig(seq_len=512))
 
 
 def test_letters_are_derived():

@@ -10,6 +10,7 @@ Nothing here needs JAX until a command runs, so help is quick.
 
 import dataclasses
 import errno
+import io
 import json
 import os
 import signal
@@ -41,8 +42,7 @@ class Train:
     """The run's folder. None: runs/ and the preset's name."""
 
     def __call__(self) -> int:
-        from rich.console import Console
-
+        from transformer_jax.report import Console
         from transformer_jax.training.loop import train
 
         folder = Path("runs") / self.preset if self.run is None else self.run
@@ -70,7 +70,8 @@ class Generate:
 
         trained = open_trained(self.model)
         pieces = stream_text(trained.model, trained.params, trained.tokenizer, self.prompt, self.decoding)
-        print(self.prompt, end="", flush=True)
+        # The first piece comes after the prompt has been checked.
+        print(self.prompt + next(pieces, ""), end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
@@ -130,6 +131,9 @@ class BenchTrain:
     json: bool = False
     """Print JSON instead of a table."""
 
+    def __post_init__(self) -> None:
+        _check_sizes(dtypes=len(self.dtypes), batch_size=self.batch_size, seq_len=self.seq_len, steps=self.steps)
+
     def __call__(self) -> int:
         from transformer_jax.analysis.bench import bench_train
 
@@ -164,31 +168,52 @@ class BenchDecode:
     json: bool = False
     """Print JSON instead of a table."""
 
+    def __post_init__(self) -> None:
+        sizes = {"dtypes": len(self.dtypes), "batch_sizes": min(self.batch_sizes, default=0), "steps": self.steps}
+        _check_sizes(**sizes, context=self.context)
+        if self.steps >= self.context:
+            raise UserError(f"--steps is {self.steps}; expected less than --context = {self.context}")
+
     def __call__(self) -> int:
         from transformer_jax.analysis.bench import bench_decode
 
+        longest = preset(self.preset).model.max_seq_len
+        if self.context > longest:
+            raise UserError(f"--context is {self.context}; expected at most {longest}, the context of {self.preset}")
         rows = bench_decode(preset(self.preset).model, self.dtypes, self.batch_sizes, self.context, self.steps)
         _print_rows(f"Decoding, {self.preset}", rows, self.json)
         return 0
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {size}, or none is given; expected at least 1")
 
 
 def _print_rows(title: str, rows: Sequence[Mapping[str, Any]], as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    from rich.console import Console
-
-    from transformer_jax.report import make_table
+    from transformer_jax.report import Console, make_table
 
     def show(name: str, value: Any) -> str:
         return f"{value:.0%}" if name.startswith("of_") else f"{value:,.1f}" if isinstance(value, float) else str(value)
 
     table = [[show(name, value) for name, value in row.items()] for row in rows]
-    Console().print(make_table(title, [name.replace("_per_", "/").replace("_", " ") for name in rows[0]], table))
+    columns = [
+        name.replace("_per_", "/").replace("_", " ").replace("read bandwidth", "peak").replace("matmul peak", "peak")
+        for name in rows[0]
+    ]
+    Console(width=120).print(make_table(title, columns, table))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 for a mistake of the user's, 128 + n after signal n."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character shows a question mark.
+            stream.reconfigure(errors="replace")
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         command = _parse(sys.argv[1:] if arguments is None else arguments)

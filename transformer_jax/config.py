@@ -10,6 +10,7 @@ This file knows nothing of arrays, files or devices.
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -43,7 +44,7 @@ def _is_instance(value: Any, annotation: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(_is_instance(item, arguments[0]) for item in value)
     if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, annotation)
@@ -57,7 +58,7 @@ def _describe(annotation: Any) -> str:
         return " or ".join(_describe(option) for option in arguments)
     if origin is tuple:
         return f"a list of {_describe(arguments[0])}"
-    names = {int: "an integer", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    names = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", type(None): "null"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
@@ -350,7 +351,11 @@ def _from_tree(kind: Any, tree: Any, where: str) -> Any:
             values[name] = _from_tree(hints[name], value, f"{where}.{name}")
         else:
             values[name] = tuple(value) if isinstance(value, list) else value
-    return kind(**values)
+    config = kind(**values)
+    missing = [name for name in hints if name not in tree]
+    if missing:
+        raise UserError(f"{where}: the field {missing[0]!r} is missing")
+    return config
 
 
 def differences(ours: Any, theirs: Any) -> list[str]:

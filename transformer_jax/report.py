@@ -1,10 +1,21 @@
 """Tables and pictures for people. This file knows numbers, not models."""
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rich.console
 from rich.table import Table
+
+
+class Console(rich.console.Console):
+    """Prints for people, and falls silent when nobody reads any more: a closed pipe must not end a training run."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

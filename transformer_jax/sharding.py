@@ -79,7 +79,8 @@ def param_shardings(mesh: Mesh, logical_axes: Any, shapes: Any) -> Any:
             if axis is not None and size % mesh.shape[axis]:
                 raise UserError(
                     f"parameter {jax.tree_util.keystr(path, simple=True, separator='.')} of shape {shape.shape} cannot"
-                    f" be split: {size} does not divide over mesh axis {axis} of size {mesh.shape[axis]}"
+                    f" be split: {size} does not divide over mesh axis {axis} of size {mesh.shape[axis]};"
+                    " choose another mesh or size (ModelConfig.vocab_size may be larger than the tokenizer's)"
                 )
         return sharding
 

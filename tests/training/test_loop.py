@@ -180,6 +180,9 @@ def test_bad_settings_and_folders_are_refused(finished, corpus, environment, tmp
     assert "empty" in error("--data.paths", str(empty), folder=tmp_path / "c")
     (tmp_path / "short.txt").write_text("short text")
     assert "one window needs 17" in error("--data.paths", str(tmp_path / "short.txt"), folder=tmp_path / "d")
+    assert "needs 'causal'" in error("--model.attention", "bidirectional", folder=tmp_path / "e")
+    assert not (tmp_path / "e" / "config.json").exists()
+    assert "cannot hold a run" in error(folder=tmp_path / "short.txt")
     changed = corpus / "99.txt"
     changed.write_text("a new file")
     try:
@@ -192,6 +195,28 @@ def _with_file(folder: Path, name: str) -> Path:
     folder.mkdir()
     (folder / name).write_text("")
     return folder
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_settings_that_do_not_change_it(finished, corpus, environment, tmp_path):
+    """Another mesh, other intervals, and data prepared by another process."""
+    environment = {**environment, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    run, common = tmp_path / "run", ["--model.vocab-size", "258", "--training.steps", "4000"]
+    with subprocess.Popen(
+        command(corpus, run, *common, "--mesh.fsdp", "2"), env=environment, stdout=subprocess.DEVNULL
+    ) as first:
+        while first.poll() is None and not ((run / "metrics.jsonl").exists() and len(rows_of(run)) > 1):
+            time.sleep(0.05)
+        first.terminate()
+        assert first.wait(timeout=120) == 128 + signal.SIGTERM
+    reached = len(rows_of(run))
+    arguments = [*common, "--training.eval-every", "3999", "--data.workers", "1", "--mesh.data", "2"]
+    with subprocess.Popen(command(corpus, run, *arguments), env=environment, stdout=subprocess.DEVNULL) as second:
+        while second.poll() is None and len(rows_of(run)) <= reached:
+            time.sleep(0.05)
+        second.terminate()
+        assert second.wait(timeout=120) == 128 + signal.SIGTERM
+    assert json.loads((run / "config.json").read_text())["mesh"] == {"data": 2, "fsdp": 1, "tensor": 1}
 
 
 @pytest.mark.slow

@@ -81,10 +81,10 @@ def complete_file(
     """
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; expected at least 1")
-    job = _Job(model, params, tokenizer, defaults, batch_size, target)
     run = _digest_run(params, tokenizer, defaults, identity)
     with open_source(source) as lines, _open_target(target, source) as output:
         total = sum(1 for _ in read_lines(lines, run))
+        job = _Job(model, params, tokenizer, defaults, min(batch_size, max(total, 1)), target)
         resumed, failures = _check_written(target, source, read_lines(lines, run))
         output.truncate(resumed.size)
         output.seek(resumed.size)

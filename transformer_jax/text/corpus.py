@@ -202,7 +202,7 @@ def _walk(root: Path, left_out: set[str]) -> list[Path]:
 def _read_file(file: Path, name: str, named: bool, jsonl_field: str, corpus: Corpus) -> None:
     """Append a file's documents, or its name when it is not text and was not named itself."""
     text = _decode(_read_bytes(file))
-    is_jsonl = file.suffix == ".jsonl"
+    is_jsonl = file.suffix.lower() == ".jsonl"
     if isinstance(text, _Refused):
         if named or is_jsonl:
             raise UserError(f"{name} is not a text file ({text.reason}); expected UTF-8")

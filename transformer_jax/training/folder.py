@@ -25,6 +25,17 @@ from transformer_jax.text.corpus import Split, fingerprint, read_corpus, split
 from transformer_jax.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from transformer_jax.training.checkpoint import restore_params
 
+MAY_CHANGE = (
+    "mesh.",
+    "decoding.",
+    "data.workers",
+    *(
+        f"training.{name}"
+        for name in ("eval_every", "checkpoint_every", "keep_checkpoints", "sample_prompt", "sample_tokens")
+    ),
+)
+"""Settings that decide what is shown, kept or computed where, but not what is learnt: a run may go on with others."""
+
 
 class Run(NamedTuple):
     """What a run trains with."""
@@ -34,6 +45,8 @@ class Run(NamedTuple):
     split: Split
     skipped: list[str]
     """Files of the corpus that are not text."""
+    fingerprint: str
+    """Of the whole text."""
 
 
 class Trained(NamedTuple):
@@ -53,8 +66,12 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises `UserError` when another process is at work there.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("a")
+    except OSError as error:
+        raise UserError(f"{folder} cannot hold a run ({error.strerror}); choose another --run") from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -63,7 +80,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def open_run(folder: Path, requested: RunConfig) -> Run:
-    """Read the corpus and the tokenizer, making and recording what a new folder lacks.
+    """Read the text and the tokenizer that a run trains with; nothing is written yet.
 
     Raises `UserError` when the folder holds another configuration or was trained on another text.
     """
@@ -71,19 +88,19 @@ def open_run(folder: Path, requested: RunConfig) -> Run:
     corpus = read_corpus(requested.data.paths, requested.data.jsonl_field)
     documents = split(corpus.documents, requested.data.holdout)
     tokenizer = load_tokenizer(folder / "tokenizer.json") if recorded else _make_tokenizer(requested, documents)
-    config = _with_vocabulary(requested, tokenizer)
-    print_of_text = fingerprint(corpus.documents)
-    if recorded is None:
-        tokenizer.save(folder / "tokenizer.json")
-        write_atomically(folder / "corpus.json", json.dumps({"fingerprint": print_of_text}) + "\n")
-        write_atomically(folder / "config.json", to_json(config))
-    else:
-        _check_same(folder, recorded, config)
-        if json.loads((folder / "corpus.json").read_text())["fingerprint"] != print_of_text:
-            raise UserError(
-                f"the corpus has changed since the run in {folder} began; restore the text, or choose another --run"
-            )
-    return Run(config, tokenizer, documents, corpus.skipped)
+    run = Run(
+        _with_vocabulary(requested, tokenizer), tokenizer, documents, corpus.skipped, fingerprint(corpus.documents)
+    )
+    if recorded is not None:
+        _check_same(folder, recorded, run)
+    return run
+
+
+def record_run(folder: Path, run: Run) -> None:
+    """Write down what the run is. Called once everything about it is known to be right."""
+    run.tokenizer.save(folder / "tokenizer.json")
+    write_atomically(folder / "corpus.json", json.dumps({"fingerprint": run.fingerprint}) + "\n")
+    write_atomically(folder / "config.json", to_json(run.config))
 
 
 def open_trained(folder: Path) -> Trained:
@@ -101,17 +118,23 @@ def open_trained(folder: Path) -> Trained:
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file so that a reader, or a kill at any moment, finds the old text or the new."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); make room, or choose another --run") from None
 
 
 def _recorded_config(folder: Path) -> RunConfig | None:
     path = folder / "config.json"
     if path.exists():
-        return from_json(RunConfig, path.read_text(encoding="utf-8"))
+        try:
+            return from_json(RunConfig, _read_text(path))
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
     # A run that was killed while it made its folder leaves these.
     ours = {".lock", "tokenizer.json", "tokenizer.json.tmp", "corpus.json", "corpus.json.tmp", "config.json.tmp"}
     others = sorted({file.name for file in folder.iterdir()} - ours)
@@ -141,11 +164,26 @@ def _with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size or tokenizer.vocab_size))
 
 
-def _check_same(folder: Path, recorded: RunConfig, requested: RunConfig) -> None:
-    changed = differences(recorded, requested)
+def _check_same(folder: Path, recorded: RunConfig, run: Run) -> None:
+    changed = [line for line in differences(recorded, run.config) if not line.startswith(MAY_CHANGE)]
     if changed:
         listed = "\n".join(f"  {line}" for line in changed)
         raise UserError(
             f"{folder} holds a run of another configuration (recorded | requested):\n{listed}\n"
             "give the recorded settings to go on with it, or choose another --run"
         )
+    try:
+        same = json.loads(_read_text(folder / "corpus.json"))["fingerprint"] == run.fingerprint
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{folder / 'corpus.json'} is damaged; restore it, or choose another --run") from None
+    if not same:
+        raise UserError(
+            f"the corpus has changed since the run in {folder} began; restore the text, or choose another --run"
+        )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); restore it, or choose another folder") from None

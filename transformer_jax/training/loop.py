@@ -6,6 +6,7 @@ person who watches.
 
 import dataclasses
 import math
+import shlex
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from transformer_jax.sharding import make_mesh, use_mesh
 from transformer_jax.text.pipeline import eval_batches, make_batches
 from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.evaluation import bits_per_byte
-from transformer_jax.training.folder import locked, open_run
+from transformer_jax.training.folder import locked, open_run, record_run
 from transformer_jax.training.metrics import MetricsLog
 from transformer_jax.training.optimizer import learning_rate
 from transformer_jax.training.progress import TrainingProgress
@@ -44,6 +45,7 @@ def train(requested: RunConfig, folder: Path, console: Console) -> Stopped | Non
         setup = set_up(run, mesh)
         describe(setup, mesh, console)
         keep = run.config.training.keep_checkpoints
+        record_run(folder, run)
         checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep))
         state = _restore(setup, checkpoints, console)
         log = stack.enter_context(closing(MetricsLog(folder, int(state.step))))
@@ -112,11 +114,12 @@ def _make_progress(setup: Setup, start: int, peak: float, console: Console) -> T
 
 def _record(setup: Setup, step: int, metrics: Metrics, log: MetricsLog, progress: TrainingProgress) -> None:
     figures = {name: float(value) for name, value in metrics.items()}
-    if not math.isfinite(figures["loss"]):
-        raise UserError(
-            f"the loss is {figures['loss']} at step {step}; checkpoints are from earlier steps:"
-            " lower OptimizerConfig.learning_rate in a new run"
-        )
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(figures[name]):
+            raise UserError(
+                f"the {name} is {figures[name]} at step {step}; checkpoints are from earlier steps:"
+                " lower OptimizerConfig.learning_rate in a new run"
+            )
     rate: jax.typing.ArrayLike = learning_rate(setup.config.optimizer, setup.config.training.steps)(step - 1)
     log.write(step, **figures, learning_rate=jax.numpy.asarray(rate).item())
     progress.advance(step, figures["loss"], figures["tokens"])
@@ -149,7 +152,8 @@ def _conclude(setup: Setup, folder: Path, log: MetricsLog, console: Console) -> 
     console.print(make_table("Held-out text, a document at a time", ["", "bits per byte"], rows))
     console.print(
         f"Trained to step {setup.config.training.steps}. The run is in {folder}; its curves: {folder}/curves.png.\n"
-        f'Let it write:  python serve.py generate --model {folder} --prompt "{setup.config.training.sample_prompt}"',
+        f"Let it write:  python serve.py generate --model {shlex.quote(str(folder))}"
+        f" --prompt {shlex.quote(setup.config.training.sample_prompt)}",
         highlight=False,
         markup=False,
         soft_wrap=True,

@@ -3,44 +3,74 @@
 Rows of a step are either a training row, which has a "loss", or an evaluation row, which has "heldout_bits_per_byte".
 """
 
+import importlib
 import json
 import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
 
 from transformer_jax.errors import UserError
 
+# The names in it are made at run time, so no type checker can see them.
+event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+
 
 class MetricsLog:
-    """The open log of a run. What was logged after `start`, the step that the run goes on from, is taken back."""
+    """The open log of a run. What was logged after `start`, the step that the run goes on from, is taken back.
+
+    Raises `UserError` when the disk is full.
+    """
 
     def __init__(self, folder: Path, start: int) -> None:
         self._path = folder / "metrics.jsonl"
         self.rows = _rows_up_to(self._path, start)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
-        os.replace(temporary, self._path)
-        self._file = self._path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(folder / "events"), purge_step=start + 1)
+        with self._writing():
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
+            os.replace(temporary, self._path)
+            self._file = self._path.open("a", encoding="utf-8")
+            (folder / "events").mkdir(exist_ok=True)
+            # The process's number, because two writers of the same second would share a file.
+            self._events = EventsWriter(str(folder / "events" / "events"), f".{os.getpid()}")
+            # Tells TensorBoard to forget what an earlier process wrote from this step on.
+            session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._events.write_event(event_pb2.Event(wall_time=time.time(), step=start + 1, session_log=session))
 
     def write(self, step: int, **figures: Any) -> None:
         """Add a row; numbers become TensorBoard scalars and text TensorBoard text."""
         row = {"step": step, **figures}
         self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        for name, value in figures.items():
-            if isinstance(value, str):
-                self._events.add_text(name, value, step)
-            else:
-                self._events.add_scalar(name, value, step)
+        with self._writing():
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+            for name, value in figures.items():
+                shown = summary.text(name, value) if isinstance(value, str) else summary.scalar(name, value)
+                self._events.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=shown))
+            self._events.flush()
 
     def close(self) -> None:
         """Finish both files."""
-        self._file.close()
-        self._events.close()
+        # Every row has been flushed; what a full disk has refused is refused again and was said already.
+        with suppress(OSError):
+            self._file.close()
+        with suppress(OSError):
+            self._events.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"{self._path} cannot be written ({error.strerror}); make room and run the same command again:"
+                " it goes on from the newest checkpoint"
+            ) from None
 
 
 def _rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from transformer_jax.model.cost import num_params
 from transformer_jax.model.transformer import Model, build
 from transformer_jax.sharding import Mesh, batch_sharding, param_shardings, replicated
 from transformer_jax.text.corpus import CompressedSizes, compressed_sizes
-from transformer_jax.text.pipeline import Batch, Windows, make_windows
+from transformer_jax.text.pipeline import Batch, Windows, make_batches, make_windows
 from transformer_jax.training.evaluation import EvalStep, make_eval_step
 from transformer_jax.training.folder import Run
 from transformer_jax.training.optimizer import make_optimizer
@@ -51,6 +51,8 @@ def set_up(run: Run, mesh: Mesh) -> Setup:
         make_windows([document.text for document in documents], run.tokenizer, config.data.seq_len, config.model.V)
         for documents in run.split
     )
+    # Refuses a text shorter than one window now, and not after the run has been recorded.
+    make_batches(train, config.data.batch_size, seed=config.data.seed).close()
     optimizer = make_optimizer(config.optimizer, config.training.steps)
     rows = batch_sharding(mesh, config.data.batch_size)
     return Setup(
