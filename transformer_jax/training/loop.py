@@ -68,7 +68,8 @@ def _restore(setup: Setup, checkpoints: Checkpoints, console: Console) -> TrainS
     state, place, step = restored
     if place != _place(step):
         raise UserError(f"the checkpoint of step {step} says that the data was at {place}; expected {_place(step)}")
-    console.print(f"Going on from step {step}.", highlight=False)
+    finished = step >= setup.config.training.steps
+    console.print("The run is finished." if finished else f"Going on from step {step}.", highlight=False)
     return state
 
 
