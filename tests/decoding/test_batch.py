@@ -156,11 +156,11 @@ class TestRefusedLines:
             (b'{"id": "\\ud800", "prompt": "a"}', 2, "expected text or an integer"),
             (b'{"id": "x", "prompt": "\\ud800"}', "x", "lone surrogate"),
             (b'{"id": "x", "prompt": "a", "temperature": -1.0}', "x", "temperature is -1.0; expected at least 0"),
-            (b'{"id": "x", "prompt": "a", "temperature": NaN}', "x", "temperature is nan; expected a number"),
+            (b'{"id": "x", "prompt": "a", "temperature": NaN}', "x", "temperature is nan; expected a finite number"),
             (
                 b'{"id": "x", "prompt": "a", "temperature": Infinity}',
                 "x",
-                "temperature is inf; expected at least 0 and",
+                "temperature is inf; expected a finite number",
             ),
             (b'{"id": "x", "prompt": "a", "top_p": 1.5}', "x", "top_p is 1.5; expected between 0 and 1"),
             (b'{"id": "x", "prompt": "a", "max_tokens": 0}', "x", "max_tokens is 0; expected more than 0"),
@@ -414,11 +414,11 @@ class TestProcesses:
         out, err = self.start(repository, source, target).communicate(timeout=60)
         assert (out, err) == ("4 6\n", "")
         assert [record["error"] for record in records(target)[:6]] == [
-            "temperature is 'hot'; expected a number",
+            "temperature is 'hot'; expected a finite number",
             "top_k is 2.5; expected an integer or null",
             "seed is None; expected an integer",
             "max_tokens is True; expected an integer",
-            "top_p is []; expected a number",
+            "top_p is []; expected a finite number",
             "seed is -1; expected at least 0 and less than 2**32",
         ]
 
