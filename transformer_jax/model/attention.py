@@ -4,6 +4,8 @@
 an order that XLA's CPU backend is fast at; `attend` chooses.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -16,20 +18,30 @@ HIDDEN = -1e38
 FEWEST_TRANSPOSED = 16
 """Queries from which on transposing the values costs less than it gains."""
 
+QUERY_BLOCKS = 4
+"""Of a triangular square: keys that no query of a block may see are left out of its products."""
+
 
 def attend(
-    q: Float[Array, "B T N H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], may: Bool[Array, "B T S"]
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    may: Bool[Array, "B T S"],
+    triangular: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Mix values by the similarity of queries and keys.
 
         y = softmax(q k^T / sqrt(H), over the keys that may be seen) v
 
     Query head n reads key/value head n // G. Scores and softmax are float32. A query that may see nothing yields zeros.
+    `triangular` promises that may[b, t, s] is false wherever s > t, so that about half of the work can be left out.
 
     Reference: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 2023, "GQA".
     """
-    transposed = jax.default_backend() == "cpu" and q.shape[1] >= FEWEST_TRANSPOSED
-    return (attend_transposed if transposed else attend_plainly)(q, k, v, may)
+    T = q.shape[1]
+    if jax.default_backend() != "cpu" or T < FEWEST_TRANSPOSED:
+        return attend_plainly(q, k, v, may)
+    return attend_transposed(q, k, v, may, min(QUERY_BLOCKS, T // FEWEST_TRANSPOSED) if triangular else 1)
 
 
 def attend_plainly(
@@ -47,9 +59,13 @@ def attend_plainly(
     return jnp.einsum("BKGTS,BKSH->BKGTH", weights, v).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def attend_transposed(
-    q: Float[Array, "B T N H"], k: Float[Array, "B K S H"], v: Float[Array, "B K S H"], may: Bool[Array, "B T S"]
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    may: Bool[Array, "B T S"],
+    blocks: int,
 ) -> Float[Array, "B T N H"]:
     """`attend` with the square of weights held as keys x queries.
 
@@ -58,14 +74,53 @@ def attend_transposed(
 
     So every product that touches a square has it in the layout in which it lies, and only arrays of H columns are
     ever transposed. The weights are kept for the backward pass in the dtype of v.
+
+    More than one block of queries is for a triangular square, of which they leave out what lies beyond the diagonal:
+
+        4 blocks     queries ->
+          keys       1 1 1 1
+            |        . 1 1 1
+            v        . . 1 1
+                     . . . 1
     """
-    return _transposed_forward(q, k, v, may)[0]
+    return _transposed_forward(q, k, v, may, blocks)[0]
 
 
-_Residuals = tuple[Array, Array, Array, Array, Array]
+_Residuals = tuple[list[tuple[Array, Array]], Array, Array, Array]
 
 
-def _transposed_forward(q: Array, k: Array, v: Array, may: Array) -> tuple[Array, _Residuals]:
+def _blocks(T: int, S: int, count: int) -> list[tuple[slice, slice]]:
+    """The queries of each block and the keys they may see."""
+    ends = [T * (i + 1) // count for i in range(count)]
+    return [(slice(start, end), slice(0, S if count == 1 else end)) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _transposed_forward(q: Array, k: Array, v: Array, may: Array, blocks: int) -> tuple[Array, _Residuals]:
+    ys, kept = [], []
+    for queries, keys in _blocks(q.shape[1], k.shape[2], blocks):
+        y, q_t, p = _block_forward(q[:, queries], k[:, :, keys], v[:, :, keys], may[:, queries, keys])
+        ys.append(y)
+        kept.append((q_t, p))
+    y = jnp.concatenate(ys, axis=1)
+    return y, (kept, k, v, y)
+
+
+def _transposed_backward(blocks: int, residuals: _Residuals, dy: Array) -> tuple[Array, Array, Array, None]:
+    kept, k, v, y = residuals
+    dy = jax.lax.optimization_barrier(dy)
+    dqs, dks, dvs = [], [], []
+    for (queries, keys), (q_t, p) in zip(_blocks(dy.shape[1], k.shape[2], blocks), kept, strict=True):
+        dq, dk, dv = _block_backward(q_t, k[:, :, keys], v[:, :, keys], p, y[:, queries], dy[:, queries])
+        dqs.append(dq)
+        dks.append(dk)
+        dvs.append(dv)
+    return jnp.concatenate(dqs, axis=1), _sum_of_prefixes(dks), _sum_of_prefixes(dvs), None
+
+
+attend_transposed.defvjp(_transposed_forward, _transposed_backward)
+
+
+def _block_forward(q: Array, k: Array, v: Array, may: Array) -> tuple[Array, Array, Array]:
     B, T, N, H = q.shape
     K, S = k.shape[1:3]
     q_t = _heads_by_tokens(q, K)
@@ -76,14 +131,11 @@ def _transposed_forward(q: Array, k: Array, v: Array, may: Array) -> tuple[Array
     weights = jnp.exp(scores - jnp.maximum(scores.max(axis=2, keepdims=True), HIDDEN / 2))
     p = weights / jnp.maximum(weights.sum(axis=2, keepdims=True), 1)
     p = p.astype(v.dtype).reshape(B, K, S, -1)
-    y = _tokens_by_heads(jnp.matmul(row_major(v.swapaxes(2, 3)), p), T)
-    return y, (q_t, k, v, p, y)
+    return _tokens_by_heads(jnp.matmul(row_major(v.swapaxes(2, 3)), p), T), q_t, p
 
 
-def _transposed_backward(residuals: _Residuals, dy: Array) -> tuple[Array, Array, Array, None]:
-    q_t, k, v, p, y = residuals
+def _block_backward(q_t: Array, k: Array, v: Array, p: Array, y: Array, dy: Array) -> tuple[Array, Array, Array]:
     T, H = dy.shape[1], dy.shape[3]
-    dy = jax.lax.optimization_barrier(dy)
     dy_t = _heads_by_tokens(dy, k.shape[1])
     along_y = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     dv = jnp.matmul(p, row_major(dy_t.swapaxes(2, 3)))
@@ -92,10 +144,16 @@ def _transposed_backward(residuals: _Residuals, dy: Array) -> tuple[Array, Array
     ds = jax.lax.optimization_barrier(ds.astype(dy.dtype))
     dk = jnp.matmul(ds, row_major(q_t.swapaxes(2, 3)))
     dq = _tokens_by_heads(jnp.matmul(row_major(k.swapaxes(2, 3)), ds), T)
-    return dq, dk, dv, None
+    return dq, dk, dv
 
 
-attend_transposed.defvjp(_transposed_forward, _transposed_backward)
+def _sum_of_prefixes(parts: list[Array]) -> Array:
+    """Add in float32 what several blocks say of the keys; each block knows as many keys as its last query may see."""
+    S = parts[-1].shape[2]
+    padded = [
+        jnp.pad(part.astype(jnp.float32), ((0, 0), (0, 0), (0, S - part.shape[2]), (0, 0))) for part in parts
+    ]
+    return sum(padded[1:], padded[0]).astype(parts[-1].dtype)
 
 
 def _heads_by_tokens(x: Float[Array, "B T N H"], K: int) -> Float[Array, "B K H GT"]:

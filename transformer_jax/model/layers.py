@@ -42,10 +42,18 @@ def _product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
 
 def _product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = residuals
-    dy = jax.lax.optimization_barrier(dy)
+    x, dy = jax.lax.optimization_barrier((x, dy))
     dx = dy @ _transposed(w.astype(dy.dtype))
-    dw = _transposed(x.reshape(-1, x.shape[-1])) @ dy.reshape(-1, dy.shape[-1])
+    x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    if x.shape[1] <= dy.shape[1]:
+        dw = _moved(x) @ dy
+    else:
+        dw = _moved(jax.lax.optimization_barrier(_moved(dy) @ x))
     return dx, dw.astype(w.dtype)
+
+
+def _moved(x: Float[Array, "I O"]) -> Float[Array, "O I"]:
+    return row_major(x.T) if jax.default_backend() == "cpu" else x.T
 
 
 product.defvjp(_product_forward, _product_backward)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from transformer_jax.config import ModelConfig
@@ -31,8 +32,9 @@ class Model(NamedTuple):
     init: Callable[..., Params]
     """init(key) -> params, all float32."""
     trunk: Callable[..., tuple[Array, KVCache | None]]
-    """trunk(params, tokens[B T], positions[B T], *, segment_ids=None, cache=None, dropout_key=None)
-    -> (hidden[B T D], cache)."""
+    """trunk(params, tokens[B T], positions[B T], *, segment_ids=None, cache=None, dropout_key=None, in_order=False)
+    -> (hidden[B T D], cache). With `in_order` the caller promises that the tokens of a segment lie in the order of their
+    positions, which makes the mask of a decoder triangular and attention up to a third faster."""
     unembed: Callable[..., Array]
     """unembed(params, hidden[... D]) -> logits[... V], float32."""
     init_cache: Callable[[int, int], KVCache]
@@ -79,12 +81,15 @@ class Linear(nn.Module):
         return y
 
 
-class Context(NamedTuple):
+@struct.dataclass
+class Context:
     """What every layer of one call shares: who may see whom, where tokens stand, and where they are cached."""
 
     may: Bool[Array, "B T S"]
     positions: Int[Array, "B T"]
     rotation: Rotation | None
+    triangular: bool = struct.field(pytree_node=False)
+    """Whether nobody may see a later slot of the row."""
 
 
 class Attention(nn.Module):
@@ -105,7 +110,7 @@ class Attention(nn.Module):
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         else:
             k, v = write(cached[0], k, context.positions), write(cached[1], v, context.positions)
-        y = attend(q, k, v, context.may).reshape(*rows, c.N * c.H)
+        y = attend(q, k, v, context.may, context.triangular).reshape(*rows, c.N * c.H)
         return Linear(c.D, ("heads", "embed"), c.use_bias, (2 * c.L) ** -0.5, name="o")(y), (k, v)
 
 
@@ -161,6 +166,7 @@ class Transformer(nn.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         dropout_key: PRNGKeyArray | None = None,
+        in_order: bool = False,
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         c = self.config
         x = self.table[tokens].astype(c.dtype)
@@ -171,10 +177,12 @@ class Transformer(nn.Module):
         x = dropout(x, c.dropout, keys[-1])
 
         k_positions = positions if cache is None else write_positions(cache.positions, positions)
+        spec = MaskSpec(causal=c.attention == "causal")
         context = Context(
-            may=may_attend(MaskSpec(causal=c.attention == "causal"), positions, k_positions, segment_ids, segment_ids),
+            may=may_attend(spec, positions, k_positions, segment_ids, segment_ids),
             positions=positions,
             rotation=rotation(positions, c.H, c.rope_theta) if c.positions == "rope" else None,
+            triangular=in_order and spec.causal and cache is None,
         )
         written = []
         for index, layer in enumerate(self.layers):
@@ -218,10 +226,11 @@ def build(config: ModelConfig) -> Model:
         segment_ids: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         dropout_key: PRNGKeyArray | None = None,
+        in_order: bool = False,
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         if cache is not None and segment_ids is not None:
             raise ValueError("a cache holds one sequence a row: segment_ids cannot be used with it")
-        return apply(params, tokens, positions, segment_ids, cache, dropout_key)
+        return apply(params, tokens, positions, segment_ids, cache, dropout_key, in_order)
 
     def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         return apply(params, hidden, method="unembed")

@@ -39,7 +39,12 @@ def batch_loss(
 ) -> tuple[Array, Array]:
     """Predict every next token of the batch at once (teacher forcing); returns the sums of the loss and the weights."""
     hidden, _ = model.trunk(
-        params, batch.tokens, batch.positions, segment_ids=batch.segment_ids, dropout_key=dropout_key
+        params,
+        batch.tokens,
+        batch.positions,
+        segment_ids=batch.segment_ids,
+        dropout_key=dropout_key,
+        in_order=True,
     )
     logits = model.unembed(params, hidden)
     return next_token_loss(logits, jnp.asarray(batch.targets), jnp.asarray(batch.loss_weights))
