@@ -97,20 +97,22 @@ def _blocks(T: int, S: int, count: int) -> list[tuple[slice, slice]]:
 
 def _transposed_forward(q: Array, k: Array, v: Array, may: Array, blocks: int) -> tuple[Array, _Residuals]:
     ys, kept = [], []
+    v_t = row_major(v.swapaxes(2, 3))
     for queries, keys in _blocks(q.shape[1], k.shape[2], blocks):
-        y, q_t, p = _block_forward(q[:, queries], k[:, :, keys], v[:, :, keys], may[:, queries, keys])
+        y, q_t, p = _block_forward(q[:, queries], k[:, :, keys], v_t[..., keys], may[:, queries, keys])
         ys.append(y)
         kept.append((q_t, p))
-    y = jnp.concatenate(ys, axis=1)
+    y = jax.lax.optimization_barrier(jnp.concatenate(ys, axis=1))
     return y, (kept, k, v, y)
 
 
 def _transposed_backward(blocks: int, residuals: _Residuals, dy: Array) -> tuple[Array, Array, Array, None]:
     kept, k, v, y = residuals
     dy = jax.lax.optimization_barrier(dy)
+    k_t = row_major(k.swapaxes(2, 3))
     dqs, dks, dvs = [], [], []
     for (queries, keys), (q_t, p) in zip(_blocks(dy.shape[1], k.shape[2], blocks), kept, strict=True):
-        dq, dk, dv = _block_backward(q_t, k[:, :, keys], v[:, :, keys], p, y[:, queries], dy[:, queries])
+        dq, dk, dv = _block_backward(q_t, k_t[..., keys], v[:, :, keys], p, y[:, queries], dy[:, queries])
         dqs.append(dq)
         dks.append(dk)
         dvs.append(dv)
@@ -120,7 +122,7 @@ def _transposed_backward(blocks: int, residuals: _Residuals, dy: Array) -> tuple
 attend_transposed.defvjp(_transposed_forward, _transposed_backward)
 
 
-def _block_forward(q: Array, k: Array, v: Array, may: Array) -> tuple[Array, Array, Array]:
+def _block_forward(q: Array, k: Array, v_t: Array, may: Array) -> tuple[Array, Array, Array]:
     B, T, N, H = q.shape
     K, S = k.shape[1:3]
     q_t = _heads_by_tokens(q, K)
@@ -130,20 +132,20 @@ def _block_forward(q: Array, k: Array, v: Array, may: Array) -> tuple[Array, Arr
     # The bound is below any real score: a query that sees nothing gets weights of zero, and not of one.
     weights = jnp.exp(scores - jnp.maximum(scores.max(axis=2, keepdims=True), HIDDEN / 2))
     p = weights / jnp.maximum(weights.sum(axis=2, keepdims=True), 1)
-    p = p.astype(v.dtype).reshape(B, K, S, -1)
-    return _tokens_by_heads(jnp.matmul(row_major(v.swapaxes(2, 3)), p), T), q_t, p
+    p = p.astype(v_t.dtype).reshape(B, K, S, -1)
+    return _tokens_by_heads(jnp.matmul(v_t, p), T), q_t, p
 
 
-def _block_backward(q_t: Array, k: Array, v: Array, p: Array, y: Array, dy: Array) -> tuple[Array, Array, Array]:
+def _block_backward(q_t: Array, k_t: Array, v: Array, p: Array, y: Array, dy: Array) -> tuple[Array, Array, Array]:
     T, H = dy.shape[1], dy.shape[3]
-    dy_t = _heads_by_tokens(dy, k.shape[1])
+    dy_t = _heads_by_tokens(dy, v.shape[1])
     along_y = jnp.sum(dy.astype(jnp.float32) * y.astype(jnp.float32), axis=-1, keepdims=True)
     dv = jnp.matmul(p, row_major(dy_t.swapaxes(2, 3)))
     dp = jax.lax.optimization_barrier(jnp.matmul(v, dy_t)).astype(jnp.float32)
-    ds = p.astype(jnp.float32) * (dp - _heads_by_tokens(along_y, k.shape[1])) * H**-0.5
+    ds = p.astype(jnp.float32) * (dp - _heads_by_tokens(along_y, v.shape[1])) * H**-0.5
     ds = jax.lax.optimization_barrier(ds.astype(dy.dtype))
     dk = jnp.matmul(ds, row_major(q_t.swapaxes(2, 3)))
-    dq = _tokens_by_heads(jnp.matmul(row_major(k.swapaxes(2, 3)), ds), T)
+    dq = _tokens_by_heads(jnp.matmul(k_t, ds), T)
     return dq, dk, dv
 
 
@@ -153,7 +155,7 @@ def _sum_of_prefixes(parts: list[Array]) -> Array:
     padded = [
         jnp.pad(part.astype(jnp.float32), ((0, 0), (0, 0), (0, S - part.shape[2]), (0, 0))) for part in parts
     ]
-    return sum(padded[1:], padded[0]).astype(parts[-1].dtype)
+    return jax.lax.optimization_barrier(sum(padded[1:], padded[0]).astype(parts[-1].dtype))
 
 
 def _heads_by_tokens(x: Float[Array, "B T N H"], K: int) -> Float[Array, "B K H GT"]:

@@ -42,7 +42,7 @@ def _product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
 
 def _product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = residuals
-    x, dy = jax.lax.optimization_barrier((x, dy))
+    x, dy = jax.lax.optimization_barrier(x), jax.lax.optimization_barrier(dy)
     dx = dy @ _transposed(w.astype(dy.dtype))
     x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     if x.shape[1] <= dy.shape[1]:
