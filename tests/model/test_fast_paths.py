@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.model.attention import attend, attend_plainly, attend_transposed
-from transformer_jax.model.layers import ACTIVATIONS, gated, product, product_with_table, row_major
+from transformer_jax.model.layers import ACTIVATIONS, gated, product, product_with_table, rms_norm, row_major
 from transformer_jax.model.masks import MaskSpec, may_attend
 from transformer_jax.model.positions import rotate, rotation
 
@@ -17,23 +17,31 @@ def normal(seed, *shape, dtype="float32"):
     return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
 
 
+def value_and_slopes(function, inputs, cotangent):
+    @jax.jit
+    def both(cotangent, *inputs):
+        value, vjp = jax.vjp(function, *inputs)
+        return value, *vjp(cotangent.astype(value.dtype))
+
+    return both(cotangent, *inputs)
+
+
 def assert_same(fast, plain, inputs):
     """Compare values and vector-Jacobian products; in bfloat16 both may be off by a few roundings of 2^-8."""
     tolerance = 1e-5 if inputs[0].dtype == jnp.float32 else 3e-2
     exact = [x.astype(jnp.float32) for x in inputs]
-    expected, expected_vjp = jax.vjp(plain, *exact)
-    actual, actual_vjp = jax.vjp(fast, *inputs)
-    cotangent = normal(9, *expected.shape)
-    pairs = [(actual, expected)]
-    pairs += zip(actual_vjp(cotangent.astype(actual.dtype)), expected_vjp(cotangent), strict=True)
-    for ours, theirs in pairs:
+    cotangent = normal(9, *jax.eval_shape(plain, *exact).shape)
+    for ours, theirs in zip(
+        value_and_slopes(fast, inputs, cotangent), value_and_slopes(plain, exact, cotangent), strict=True
+    ):
         scale = float(jnp.abs(theirs).max())
         np.testing.assert_allclose(ours.astype(jnp.float32), theirs, atol=tolerance * scale)
 
 
 @every_dtype
-def test_product(dtype):
-    assert_same(product, lambda x, w: x @ w, (normal(0, 3, 5, 8, dtype=dtype), normal(1, 8, 6, dtype=dtype)))
+@pytest.mark.parametrize("columns", [6, 11], ids=["narrower", "wider"])
+def test_product(columns, dtype):
+    assert_same(product, lambda x, w: x @ w, (normal(0, 3, 5, 8, dtype=dtype), normal(1, 8, columns, dtype=dtype)))
 
 
 @every_dtype
@@ -48,6 +56,15 @@ def test_product_with_table(rows, dtype):
 def test_gated(activation, dtype):
     inputs = (normal(0, 4, 16, dtype=dtype), normal(1, 4, 16, dtype=dtype))
     assert_same(lambda g, u: gated(g, u, activation), lambda g, u: ACTIVATIONS[activation](g) * u, inputs)
+
+
+@every_dtype
+def test_rms_norm(dtype):
+    def plain(x, scale):
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-2) * scale
+
+    inputs = (0.1 * normal(0, 3, 5, 8, dtype=dtype), 1 + 0.5 * normal(1, 8))
+    assert_same(lambda x, scale: rms_norm(x, scale, 1e-2), plain, inputs)
 
 
 @every_dtype
@@ -66,8 +83,14 @@ def test_attention(S, K, dtype):
         normal(1, B, K, S, H, dtype=dtype),
         normal(2, B, K, S, H, dtype=dtype),
     )
-    assert_same(lambda q, k, v: attend_transposed(q, k, v, may), lambda q, k, v: attend_plainly(q, k, v, may), inputs)
-    y = attend_transposed(*inputs, may)
+
+    def plain(q, k, v):
+        return attend_plainly(q, k, v, may)
+
+    # Padding and packing keep the mask triangular: no token sees a later slot.
+    for blocks in (1, 3) if S == T else (1,):
+        assert_same(lambda q, k, v, blocks=blocks: attend_transposed(q, k, v, may, blocks), plain, inputs)
+    y = attend_transposed(*inputs, may, 1)
     assert (y[0, 14:] == 0).all()
     assert (y[1, :3] == 0).all()
     np.testing.assert_array_equal(attend(*inputs, may), y)
@@ -77,7 +100,7 @@ def test_attention_survives_large_scores_and_ties():
     q = jnp.full((1, 16, 1, 4), 1e4)
     v = normal(3, 1, 1, 16, 4)
     may = may_attend(MaskSpec(causal=False), jnp.arange(16)[None], jnp.arange(16)[None])
-    y = attend_transposed(q, q.swapaxes(1, 2), v, may)
+    y = attend_transposed(q, q.swapaxes(1, 2), v, may, 1)
     np.testing.assert_allclose(y[0, :, 0], jnp.broadcast_to(v[0, 0].mean(0), (16, 4)), atol=1e-5)
 
 

@@ -141,6 +141,21 @@ def test_packed_documents_are_as_they_are_alone(c):
     np.testing.assert_array_equal(packed[:, 4:10], changed[:, 4:10])
 
 
+@every_config
+def test_the_promise_of_order_changes_no_number(c):
+    """48 tokens are enough for several blocks of queries; the last document is followed by padding."""
+    tokens = jnp.asarray(random_tokens(2, 48))
+    positions = jnp.asarray([[*range(30), *range(14), *[-1] * 4], [*range(48)]])
+    segments = jnp.asarray([[1] * 30 + [2] * 14 + [0] * 4, [1] * 48])
+    model = build(c)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def hidden(in_order):
+        return model.trunk(params_of(c), tokens, positions, segment_ids=segments, in_order=in_order)[0]
+
+    np.testing.assert_allclose(hidden(True), hidden(False), atol=2e-5)
+
+
 @every_decoder
 @pytest.mark.parametrize("chunks", [[1] * 12, [12], [5, 1, 3, 3], [7, 5]])
 def test_cached_in_any_chunks_is_as_whole(c, chunks):

@@ -22,7 +22,7 @@ from transformer_jax.model.cost import cache_bytes, product_params, train_flops
 from transformer_jax.model.transformer import build, cast_matrices
 from transformer_jax.text.pipeline import Batch
 from transformer_jax.training.optimizer import make_optimizer
-from transformer_jax.training.step import init_state, make_train_step
+from transformer_jax.training.step import compile_train_step, init_state
 
 Row = dict[str, Any]
 
@@ -58,7 +58,7 @@ def bench_train(run: RunConfig, dtypes: Sequence[DType], steps: int) -> list[Row
 def _train_seconds(c: ModelConfig, run: RunConfig, steps: int) -> list[float]:
     model, optimizer = build(c), make_optimizer(run.optimizer, steps + 2)
     state = jax.jit(lambda: init_state(model, optimizer, jax.random.key(0)))()
-    train_step = jax.jit(make_train_step(model, optimizer), donate_argnums=0)
+    train_step = compile_train_step(model, optimizer, c.dtype)
     rng = np.random.default_rng(0)
     B, T = run.data.batch_size, run.data.seq_len
     times = []

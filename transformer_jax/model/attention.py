@@ -92,7 +92,9 @@ _Residuals = tuple[list[tuple[Array, Array]], Array, Array, Array]
 def _blocks(T: int, S: int, count: int) -> list[tuple[slice, slice]]:
     """The queries of each block and the keys they may see."""
     ends = [T * (i + 1) // count for i in range(count)]
-    return [(slice(start, end), slice(0, S if count == 1 else end)) for start, end in zip([0, *ends], ends, strict=False)]
+    return [
+        (slice(start, end), slice(0, S if count == 1 else end)) for start, end in zip([0, *ends], ends, strict=False)
+    ]
 
 
 def _transposed_forward(q: Array, k: Array, v: Array, may: Array, blocks: int) -> tuple[Array, _Residuals]:
@@ -152,9 +154,7 @@ def _block_backward(q_t: Array, k_t: Array, v: Array, p: Array, y: Array, dy: Ar
 def _sum_of_prefixes(parts: list[Array]) -> Array:
     """Add in float32 what several blocks say of the keys; each block knows as many keys as its last query may see."""
     S = parts[-1].shape[2]
-    padded = [
-        jnp.pad(part.astype(jnp.float32), ((0, 0), (0, 0), (0, S - part.shape[2]), (0, 0))) for part in parts
-    ]
+    padded = [jnp.pad(part.astype(jnp.float32), ((0, 0), (0, 0), (0, S - part.shape[2]), (0, 0))) for part in parts]
     return jax.lax.optimization_barrier(sum(padded[1:], padded[0]).astype(parts[-1].dtype))
 
 

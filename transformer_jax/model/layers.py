@@ -42,18 +42,15 @@ def _product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
 
 def _product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = residuals
+    # One barrier each: products that share x then share its transposition.
     x, dy = jax.lax.optimization_barrier(x), jax.lax.optimization_barrier(dy)
     dx = dy @ _transposed(w.astype(dy.dtype))
     x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     if x.shape[1] <= dy.shape[1]:
-        dw = _moved(x) @ dy
+        dw = _transposed(x) @ dy
     else:
-        dw = _moved(jax.lax.optimization_barrier(_moved(dy) @ x))
+        dw = _transposed(jax.lax.optimization_barrier(_transposed(dy) @ x))
     return dx, dw.astype(w.dtype)
-
-
-def _moved(x: Float[Array, "I O"]) -> Float[Array, "O I"]:
-    return row_major(x.T) if jax.default_backend() == "cpu" else x.T
 
 
 product.defvjp(_product_forward, _product_backward)
@@ -81,8 +78,8 @@ product_with_table.defvjp(_table_forward, _table_backward)
 
 
 def _transposed(x: Float[Array, "I O"]) -> Float[Array, "O I"]:
-    # In bfloat16 XLA's CPU backend multiplies an operand that lies transposed at a fifth of its rate.
-    return row_major(x.T) if jax.default_backend() == "cpu" and x.dtype == jnp.bfloat16 else x.T
+    # XLA's CPU backend multiplies an operand that lies transposed at down to a fifth of its rate.
+    return row_major(x.T) if jax.default_backend() == "cpu" else x.T
 
 
 def row_major(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
@@ -121,14 +118,34 @@ def _gated_backward(activation: str, inputs: tuple[Array, Array], dy: Array) -> 
 gated.defvjp(_gated_forward, _gated_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*rows D"]:
     """Divide by the root mean square and scale, in float32: y = x / sqrt(mean(x^2) + eps) * scale.
 
+    The backward pass keeps x and one number a row; XLA would keep a normalised x in float32 besides.
+
     Reference: Zhang and Sennrich 2019, "Root Mean Square Layer Normalization", equation 4.
     """
+    return _rms_norm_forward(x, scale, eps)[0]
+
+
+def _rms_norm_forward(x: Array, scale: Array, eps: float) -> tuple[Array, tuple[Array, Array, Array]]:
+    x = jax.lax.optimization_barrier(x)
     x32 = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * inverse * scale).astype(x.dtype)
+    inverse = jax.lax.optimization_barrier(jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps))
+    return jax.lax.optimization_barrier((x32 * inverse * scale).astype(x.dtype)), (x, scale, inverse)
+
+
+def _rms_norm_backward(eps: float, residuals: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, scale, inverse = residuals
+    dy = jax.lax.optimization_barrier(dy)
+    x32, dy32 = x.astype(jnp.float32), dy.astype(jnp.float32)
+    along = jax.lax.optimization_barrier(jnp.mean(dy32 * scale * x32, axis=-1, keepdims=True) * inverse**3)
+    dscale = jnp.sum(dy32 * x32 * inverse, axis=tuple(range(x.ndim - 1)))
+    return (dy32 * scale * inverse - x32 * along).astype(x.dtype), dscale
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
 def layer_norm(

@@ -33,8 +33,8 @@ class Model(NamedTuple):
     """init(key) -> params, all float32."""
     trunk: Callable[..., tuple[Array, KVCache | None]]
     """trunk(params, tokens[B T], positions[B T], *, segment_ids=None, cache=None, dropout_key=None, in_order=False)
-    -> (hidden[B T D], cache). With `in_order` the caller promises that the tokens of a segment lie in the order of their
-    positions, which makes the mask of a decoder triangular and attention up to a third faster."""
+    -> (hidden[B T D], cache). With `in_order` the caller promises that the tokens of a segment lie in the order of
+    their positions: the mask of a decoder is then triangular, and what lies beyond its diagonal is not computed."""
     unembed: Callable[..., Array]
     """unembed(params, hidden[... D]) -> logits[... V], float32."""
     init_cache: Callable[[int, int], KVCache]

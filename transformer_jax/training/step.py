@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from transformer_jax.config import DType
+from transformer_jax.machine import training_options
 from transformer_jax.model.transformer import Model, Params
 from transformer_jax.text.pipeline import Batch
 from transformer_jax.training.objectives import next_token_loss
@@ -51,7 +53,7 @@ def batch_loss(
 
 
 def make_train_step(model: Model, optimizer: optax.GradientTransformation) -> TrainStep:
-    """Return the pure step; whoever jits it donates the state."""
+    """Return the pure step."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         def mean_loss(params: Params) -> tuple[Array, Array]:
@@ -65,3 +67,9 @@ def make_train_step(model: Model, optimizer: optax.GradientTransformation) -> Tr
         return TrainState(params, opt_state, state.step + 1, state.key), metrics
 
     return train_step
+
+
+def compile_train_step(model: Model, optimizer: optax.GradientTransformation, dtype: DType) -> TrainStep:
+    """Return the step under jit, for a model that computes in `dtype`. It donates the state: the old one is gone."""
+    step = make_train_step(model, optimizer)
+    return jax.jit(step, donate_argnums=0, compiler_options=training_options(dtype))
