@@ -46,6 +46,7 @@ def test_every_field_is_an_option_with_help_and_the_presets_default(capsys):
     assert "(default: 384)" in printed
 
 
+@pytest.mark.slow
 def test_rates_are_printed_as_json(capsys):
     arguments = "bench train --preset tiny --batch-size 2 --seq-len 8 --steps 1 --dtypes float32 --json"
     assert main(arguments.split()) == 0

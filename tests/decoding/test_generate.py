@@ -65,6 +65,7 @@ def rope() -> tuple[Model, Params]:
 
 
 class TestCachedIsUncached:
+    @pytest.mark.slow
     @pytest.mark.parametrize("variant", [{}, {"positions": "learned", "norm": "layernorm"}], ids=["rope", "learned"])
     def test_a_greedy_token_is_the_most_likely_after_all_before_it(self, variant: dict[str, Any]):
         model, params = make_model(**variant)
@@ -74,6 +75,7 @@ class TestCachedIsUncached:
             np.testing.assert_allclose(completion.logprobs, logprobs.max(axis=1), atol=1e-5)
             assert completion.finish_reason == "length"
 
+    @pytest.mark.slow
     def test_a_cache_that_grows_on_the_way_changes_nothing(self):
         model, params = make_model(max_seq_len=700)
         prompts = [[3, 1], random_prompts(1, 1)[0] * (SMALLEST_CACHE - 20)]
@@ -152,7 +154,7 @@ class TestCompany:
         DecodingConfig(max_tokens=11, temperature=1.0, top_k=6, seed=4),
     )
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
     def test_batched_is_alone(self, dtype: str):
         model, params = make_model(dtype=dtype)
         together = generate(model, params, PROMPTS, self.MIX, stop_id=11)

@@ -111,11 +111,11 @@ def test_no_filter_changes_no_bit_even_beside_filtered_rows():
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-45, 1e-10, 1e-5])
 def test_no_and_tiny_temperature_take_the_first_of_the_most_likely(temperature: float):
-    logits = jnp.asarray([[1.0, 7.0, 7.0, 7.0], [3e38, -3e38, 0.0, 3e38], [-np.inf, -5.0, -np.inf, -5.0]])
-    for seed in range(20):
-        tokens, logprobs = sample(logits, keys(3, seed), sampling_params([settings(temperature)] * 3))
-        assert tokens.tolist() == [1, 0, 1]
-        np.testing.assert_allclose(logprobs, [-np.log(3 + np.exp(-6)), -np.log(2), -np.log(2)], rtol=1e-6)
+    rows = jnp.asarray([[1.0, 7.0, 7.0, 7.0], [3e38, -3e38, 0.0, 3e38], [-np.inf, -5.0, -np.inf, -5.0]])
+    tokens, logprobs = sample(jnp.tile(rows, (20, 1)), keys(60), sampling_params([settings(temperature)] * 60))
+    assert tokens.tolist() == [1, 0, 1] * 20
+    expected = [-np.log(3 + np.exp(-6)), -np.log(2), -np.log(2)] * 20
+    np.testing.assert_allclose(logprobs, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1e300, 3e38, 1e30])

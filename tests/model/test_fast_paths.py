@@ -67,10 +67,11 @@ def test_rms_norm(dtype):
     assert_same(lambda x, scale: rms_norm(x, scale, 1e-2), plain, inputs)
 
 
-@every_dtype
-@pytest.mark.parametrize("K", [1, 2, 4])
-@pytest.mark.parametrize("S", [16, 24], ids=["square", "longer cache"])
-def test_attention(S, K, dtype):
+@pytest.mark.parametrize(
+    ("K", "S", "dtype"),
+    [(1, 16, "float32"), (2, 16, "float32"), (4, 16, "float32"), (2, 24, "float32"), (2, 16, "bfloat16")],
+)
+def test_attention(K, S, dtype):
     """With packed documents, padding on both sides, and rows that may see nothing at all."""
     B, T, N, H = 2, 16, 4, 6
     q_positions = jnp.asarray([[*range(10), *range(4), -1, -1], [-1] * 3 + [*range(13)]])
@@ -90,10 +91,10 @@ def test_attention(S, K, dtype):
     # Padding and packing keep the mask triangular: no token sees a later slot.
     for blocks in (1, 3) if S == T else (1,):
         assert_same(lambda q, k, v, blocks=blocks: attend_transposed(q, k, v, may, blocks), plain, inputs)
-    y = attend_transposed(*inputs, may, 1)
+    y = jax.jit(attend)(*inputs, may)
+    np.testing.assert_array_equal(jax.jit(attend_transposed, static_argnums=4)(*inputs, may, 1), y)
     assert (y[0, 14:] == 0).all()
     assert (y[1, :3] == 0).all()
-    np.testing.assert_array_equal(attend(*inputs, may), y)
 
 
 def test_attention_survives_large_scores_and_ties():

@@ -74,6 +74,7 @@ def test_dropout_is_new_in_each_step_and_the_same_in_each_run():
     assert first == list(losses())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (1, 4, 2)], ids=str)
 def test_sharded_is_single_device(sizes, dtype):
