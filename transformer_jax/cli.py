@@ -229,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         return _fail(f"{error.strerror}: {error.filename or 'while writing'}")
     except KeyboardInterrupt:
@@ -242,6 +242,7 @@ def _fail(message: str) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> Callable[[], int]:
+    _refuse_empty(arguments)
     named = _preset_name(arguments)
     train: Any = Annotated[Train, tyro.conf.subcommand("train", default=Train(preset(named), named))]
     bench: Any = Annotated[
@@ -254,6 +255,13 @@ def _parse(arguments: Sequence[str]) -> Callable[[], int]:
 
 def _named(name: str, command: type) -> Any:
     return Annotated[command, tyro.conf.subcommand(name)]
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Refuse `--data.paths` with nothing after it, such as a pattern that the shell replaced by nothing."""
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
+        if argument == "--data.paths" and following.startswith("--"):
+            raise UserError("--data.paths is empty; name a path, or leave it out for the standard library's source")
 
 
 def _preset_name(arguments: Sequence[str]) -> str:

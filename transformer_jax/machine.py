@@ -1,11 +1,15 @@
 """What this machine can do at most, measured: the figures that a rate is a fraction of."""
 
 import ctypes
+import glob
 import os
 import platform
+import re
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +45,25 @@ def remember_compilations() -> None:
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    warnings.showwarning = _forget_damaged(Path(jax.config.jax_compilation_cache_dir), warnings.showwarning)
+
+
+def _forget_damaged(folder: Path, show: Callable[..., None]) -> Callable[..., None]:
+    """Remove an entry of the cache instead of showing JAX's warning that it cannot be read.
+
+    JAX writes entries in place and never over one another, so it would warn at every run of one that a kill or a full
+    disk has cut short. Now it compiles that program anew and keeps it whole.
+    """
+
+    def mend_or_show(message: Warning | str, *where: Any, **more: Any) -> None:
+        damaged = re.match(r"Error reading persistent compilation cache entry for '([^']+)'", str(message))
+        if damaged is None:
+            show(message, *where, **more)
+            return
+        for entry in folder.glob(f"{glob.escape(damaged[1])}-*"):
+            entry.unlink(missing_ok=True)
+
+    return mend_or_show
 
 
 def training_options(dtype: DType) -> dict[str, bool]:
@@ -50,6 +73,14 @@ def training_options(dtype: DType) -> dict[str, bool]:
     """
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     return {"xla_cpu_use_onednn": True} if dtype == "bfloat16" and x86 and jax.default_backend() == "cpu" else {}
+
+
+def memory_bytes() -> int:
+    """Memory of all local devices together: their own where they have some, else the machine's."""
+    own = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    if all(own):
+        return sum(own)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def matmul_peak(dtype: DType) -> float:

@@ -122,8 +122,11 @@ def _record(setup: Setup, step: int, metrics: Metrics, log: MetricsLog, progress
                 " lower OptimizerConfig.learning_rate in a new run"
             )
     rate: jax.typing.ArrayLike = learning_rate(setup.config.optimizer, setup.config.training.steps)(step - 1)
-    log.write(step, **figures, learning_rate=jax.numpy.asarray(rate).item())
+    figures["learning_rate"] = jax.numpy.asarray(rate).item()
     progress.advance(step, figures["loss"], figures["tokens"])
+    if progress.tokens_per_s is not None:
+        figures["tokens_per_s"] = round(progress.tokens_per_s, 1)
+    log.write(step, **figures)
 
 
 def _evaluate(setup: Setup, state: TrainState, log: MetricsLog, console: Console) -> None:

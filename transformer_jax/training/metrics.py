@@ -6,6 +6,7 @@ Rows of a step are either a training row, which has a "loss", or an evaluation r
 import importlib
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.record_writer import RecordWriter
 
 from transformer_jax.errors import UserError
 
@@ -37,10 +38,12 @@ class MetricsLog:
             self._file = self._path.open("a", encoding="utf-8")
             (folder / "events").mkdir(exist_ok=True)
             # The process's number, because two writers of the same second would share a file.
-            self._events = EventsWriter(str(folder / "events" / "events"), f".{os.getpid()}")
+            name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+            self._events = RecordWriter(str(folder / "events" / name))
+            self._write_event(file_version="brain.Event:2")
             # Tells TensorBoard to forget what an earlier process wrote from this step on.
             session = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._events.write_event(event_pb2.Event(wall_time=time.time(), step=start + 1, session_log=session))
+            self._write_event(step=start + 1, session_log=session)
 
     def write(self, step: int, **figures: Any) -> None:
         """Add a row; numbers become TensorBoard scalars and text TensorBoard text."""
@@ -51,7 +54,7 @@ class MetricsLog:
             self._file.flush()
             for name, value in figures.items():
                 shown = summary.text(name, value) if isinstance(value, str) else summary.scalar(name, value)
-                self._events.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=shown))
+                self._write_event(step=step, summary=shown)
             self._events.flush()
 
     def close(self) -> None:
@@ -61,6 +64,9 @@ class MetricsLog:
             self._file.close()
         with suppress(OSError):
             self._events.close()
+
+    def _write_event(self, **fields: Any) -> None:
+        self._events.write(event_pb2.Event(wall_time=time.time(), **fields).SerializeToString())
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

@@ -55,10 +55,15 @@ class TrainingProgress:
         """Leave what happened since the last step out of the rate."""
         self._last = time.monotonic()
 
+    @property
+    def tokens_per_s(self) -> float | None:
+        """The rate of the latest steps; None before the second one."""
+        seconds = sum(second for _, second in self._seconds)
+        return sum(tokens for tokens, _ in self._seconds) / seconds if self._seconds else None
+
     def _rates(self) -> str:
-        if not self._seconds:
+        if self.tokens_per_s is None:
             return ""
         seconds = sum(second for _, second in self._seconds)
-        tokens = sum(tokens for tokens, _ in self._seconds)
         fraction = self._flops_per_step * len(self._seconds) / seconds / self._peak
-        return f"  {tokens / seconds:,.0f} tokens/s  {fraction:.0%} of matmul peak"
+        return f"  {self.tokens_per_s:,.0f} tokens/s  {fraction:.0%} of matmul peak"

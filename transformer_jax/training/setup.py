@@ -10,6 +10,7 @@ from rich.console import Console
 from transformer_jax.config import RunConfig
 from transformer_jax.decoding.generate import check_prompt
 from transformer_jax.errors import UserError
+from transformer_jax.machine import memory_bytes
 from transformer_jax.model.cost import num_params
 from transformer_jax.model.transformer import Model, build
 from transformer_jax.sharding import Mesh, batch_sharding, param_shardings, replicated
@@ -40,11 +41,16 @@ class Setup(NamedTuple):
     """Puts the rows of a batch where they belong."""
 
 
+BYTES_PER_PARAMETER = 16
+"""Of training: the value, its gradient and two moments, all float32."""
+
+
 def set_up(run: Run, mesh: Mesh) -> Setup:
     """Build everything that a run needs. Raises `UserError` for settings that do not fit each other, or the text."""
     config = run.config
     if config.model.attention != "causal":
         raise UserError("ModelConfig.attention is 'bidirectional'; predicting the next token needs 'causal'")
+    _check_memory(config)
     model = build(config.model)
     check_prompt(model, [run.tokenizer.end_of_text, *run.tokenizer.encode(config.training.sample_prompt)])
     train, heldout = (
@@ -67,6 +73,18 @@ def set_up(run: Run, mesh: Mesh) -> Setup:
         eval_step=jax.jit(make_eval_step(model)),
         place_batch=lambda batch: jax.device_put(batch, rows),
     )
+
+
+def _check_memory(config: RunConfig) -> None:
+    """Refuse what cannot fit: the state and its gradients, and the least of a batch that a backward pass keeps."""
+    c, B, T = config.model, config.data.batch_size, config.data.seq_len
+    params, kept = num_params(c), c.L * B * T * c.D * (2 if c.dtype == "bfloat16" else 4)
+    least, most = BYTES_PER_PARAMETER * params + kept, memory_bytes() * jax.process_count()
+    if least > most:
+        raise UserError(
+            f"training {params:,} parameters on batches of {B} x {T} tokens takes more than {least / 1e9:,.0f} GB of"
+            f" memory; found {most / 1e9:,.0f} GB: lower DataConfig.batch_size or the sizes of ModelConfig"
+        )
 
 
 def _make_init(
