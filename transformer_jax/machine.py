@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: the figures that a rate is a fraction of."""
+"""This machine: what it is told before work begins, and what it can do at most, which a rate is a fraction of."""
 
 import ctypes
 import glob
@@ -8,6 +8,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,16 @@ def remember_compilations() -> None:
 
     Where that folder cannot be made, everything is compiled anew each time.
     """
-    if jax.config.jax_compilation_cache_dir is None:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = root / "transformer_jax" / "compiled"
+    folder = jax.config.jax_compilation_cache_dir
+    if folder is None:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transformer_jax" / "compiled"
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    warnings.showwarning = _forget_damaged(Path(jax.config.jax_compilation_cache_dir), warnings.showwarning)
+    warnings.showwarning = _forget_damaged(Path(folder), warnings.showwarning)
 
 
 def _forget_damaged(folder: Path, show: Callable[..., None]) -> Callable[..., None]:
@@ -60,8 +61,9 @@ def _forget_damaged(folder: Path, show: Callable[..., None]) -> Callable[..., No
         if damaged is None:
             show(message, *where, **more)
             return
-        for entry in folder.glob(f"{glob.escape(damaged[1])}-*"):
-            entry.unlink(missing_ok=True)
+        with suppress(OSError):
+            for entry in folder.glob(f"{glob.escape(damaged[1])}-*"):
+                entry.unlink(missing_ok=True)
 
     return mend_or_show
 
@@ -77,10 +79,8 @@ def training_options(dtype: DType) -> dict[str, bool]:
 
 def memory_bytes() -> int:
     """Memory of all local devices together: their own where they have some, else the machine's."""
-    own = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
-    if all(own):
-        return sum(own)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    own = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]
+    return sum(own) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def matmul_peak(dtype: DType) -> float:
