@@ -13,6 +13,8 @@ MISTAKES = {
     "value": (["train", "--model.num-heads", "3"], "ModelConfig.d_model is 256; expected a multiple of num_heads = 3"),
     "range": (["train", "--optimizer.clip-norm", "-1"], "OptimizerConfig.clip_norm is -1.0; expected more than 0"),
     "folder": (["generate", "--model", "nowhere", "--prompt", "a"], "nowhere is not a run folder"),
+    "no paths": (["train", "--data.paths", "--training.steps", "3"], "--data.paths is empty"),
+    "preset twice": (["train", "--preset", "tiny", "--preset", "huge"], "no preset is called 'huge'"),
     "mesh": (["train", "--mesh.data", "-1", "--mesh.fsdp", "-1"], "at most one size may be -1"),
 }
 

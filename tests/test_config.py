@@ -38,6 +38,7 @@ def test_what_is_wrong_in_a_file_is_named(text, message):
         ({"head_dim": 5}, "head_dim comes to 5; rotary positions need an even one"),
         ({"dropout": 1.0}, "dropout is 1.0; expected at least 0 and less than 1"),
         ({"norm_eps": float("nan")}, "norm_eps is nan; expected a finite number"),
+        ({"norm_eps": 10**400}, "expected a finite number"),
         ({"num_layers": 0}, "num_layers is 0; expected more than 0"),
         ({"vocab_size": 1}, "vocab_size is 1; expected at least 2, or null"),
     ],

@@ -266,9 +266,11 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
 
 def _preset_name(arguments: Sequence[str]) -> str:
     """Find the preset before all else is parsed: it gives every other option its default."""
+    name = "tiny"
+    # As for every other option, the last one counts.
     for index, argument in enumerate(arguments if arguments[:1] == ["train"] else ()):
         if argument == "--preset" and index + 1 < len(arguments):
-            return arguments[index + 1]
-        if argument.startswith("--preset="):
-            return argument.removeprefix("--preset=")
-    return "tiny"
+            name = arguments[index + 1]
+        elif argument.startswith("--preset="):
+            name = argument.removeprefix("--preset=")
+    return name

@@ -10,7 +10,7 @@ This file knows nothing of arrays, files or devices.
 
 import dataclasses
 import json
-import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ def _is_instance(value: Any, annotation: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(_is_instance(item, arguments[0]) for item in value)
     if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, annotation)
@@ -193,7 +193,9 @@ class DataConfig:
         _check_types(self)
         for name in ("seq_len", "batch_size"):
             _check(self, name, getattr(self, name) > 0, "more than 0")
-        _check(self, "bpe_vocab_size", self.bpe_vocab_size > 256, "more than the 256 bytes and the end-of-text token")
+        _check(
+            self, "bpe_vocab_size", 256 < self.bpe_vocab_size <= 2**20, "more than 256, the bytes, and at most 2**20"
+        )
         _check(self, "holdout", 0 < self.holdout < 1, "more than 0 and less than 1")
         _check(self, "workers", self.workers >= 0, "at least 0")
         _check(self, "seed", 0 <= self.seed < 2**32, "at least 0 and less than 2**32")

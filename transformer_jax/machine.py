@@ -39,10 +39,11 @@ def remember_compilations() -> None:
     """
     folder = jax.config.jax_compilation_cache_dir
     if folder is None:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transformer_jax" / "compiled"
         try:
+            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transformer_jax" / "compiled"
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
+        # Path.home raises RuntimeError for a user without a home.
+        except (OSError, RuntimeError):
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

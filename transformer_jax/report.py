@@ -9,6 +9,9 @@ from typing import Any
 import rich.console
 from rich.table import Table
 
+SECONDS_BETWEEN_LINES = 10.0
+"""Of progress, where there is no terminal to redraw a bar on."""
+
 
 class Console(rich.console.Console):
     """Prints for people, and falls silent when nobody reads any more: a closed pipe must not end a training run."""

@@ -211,6 +211,16 @@ class TestResumption:
             assert summary.resumed == whole[:size].count(b"\n")
             assert summary.failed == 2
 
+    @pytest.mark.parametrize("own", [0, 2], ids=["alone", "after lines of ours"])
+    @pytest.mark.parametrize("foreign", ['{"mine": 1}', '{"id": 4, "mine": 1}', "text", "[1]"])
+    def test_a_foreign_last_line_is_not_taken_for_a_torn_one(self, source: Path, target: Path, own: int, foreign: str):
+        run(source, target)
+        held = b"".join(target.read_bytes().splitlines(keepends=True)[:own]) + foreign.encode()
+        target.write_bytes(held)
+        with pytest.raises(UserError, match="is not the output of such a run"):
+            run(source, target)
+        assert target.read_bytes() == held
+
     def test_nothing_is_left_of_a_torn_line_when_its_prompt_changes(self, source: Path, target: Path):
         run(source, target)
         head = target.read_bytes().split(b"\n")[:7]

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from transformer_jax.errors import UserError
+from transformer_jax.text.tokenizer import train_bpe
 from transformer_jax.training.folder import open_trained
 
 TINY = [
@@ -249,6 +252,29 @@ def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_room(kilobytes, f
     assert done.returncode == 0, done.stderr
     # What the full disk left of the compilation cache is mended and not complained of.
     assert "warning" not in done.stderr
+    assert_same_run(run, finished[0])
+
+
+@pytest.mark.slow
+def test_what_a_finished_run_has_lost_is_made_again_or_said(finished, corpus, environment, tmp_path):
+    """Its metrics; its tokenizer, which only a foreign hand can have changed; its checkpoints."""
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    (run / "metrics.jsonl").unlink()
+    again = run_to_end(command(corpus, run), environment)
+    assert again.returncode == 0, again.stderr
+    assert rows_of(run) == [row for row in rows_of(finished[0]) if row["step"] == 40 and "sample" in row]
+
+    own = (run / "tokenizer.json").read_bytes()
+    train_bpe(["foreign text " * 9], 258).save(run / "tokenizer.json")
+    with pytest.raises(UserError, match="has 258 ids and the model 257"):
+        open_trained(run)
+    (run / "tokenizer.json").write_bytes(own)
+
+    shutil.rmtree(run / "checkpoints")
+    again = run_to_end(command(corpus, run), environment)
+    assert again.returncode == 0, again.stderr
+    assert "No checkpoint was saved: beginning anew." in again.stdout
     assert_same_run(run, finished[0])
 
 

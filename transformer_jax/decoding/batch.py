@@ -41,6 +41,7 @@ from transformer_jax.decoding.prompts import (
 )
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model, Params
+from transformer_jax.report import SECONDS_BETWEEN_LINES
 from transformer_jax.text.tokenizer import Tokenizer
 
 
@@ -209,8 +210,7 @@ def _check_written(path: Path, source: Path, lines: Iterator[Line]) -> tuple[_Wr
     number, size, failures = 0, 0, []
     with path.open("rb") as written:
         for number, raw in enumerate(written, start=1):
-            if not raw.endswith(b"\n"):
-                # A kill or a full disk tore this line while it was being written.
+            if not raw.endswith(b"\n") and _is_torn(raw):
                 return _Written(number - 1, size), failures
             record = _parse_record(raw)
             line = next(lines, None)
@@ -220,6 +220,17 @@ def _check_written(path: Path, source: Path, lines: Iterator[Line]) -> tuple[_Wr
                 failures.append(Failure(**{name: record[name] for name in ("id", "line", "error")}))
             size += len(raw)
     return _Written(number, size), failures
+
+
+def _is_torn(raw: bytes) -> bool:
+    """Whether this is the beginning of a line of ours, which a kill or a full disk tore while it was being written."""
+    beginning = b'{"id": '
+    if not (raw.startswith(beginning) or beginning.startswith(raw)):
+        return False
+    try:
+        return "digest" in parse_object(raw)
+    except UserError:
+        return True
 
 
 def _parse_record(raw: bytes) -> dict[str, Any] | None:
@@ -265,7 +276,7 @@ def _append(output: BinaryIO, path: Path, records: Sequence[dict[str, Any]], bef
 
 @contextmanager
 def _progress(total: int, done: int) -> Iterator[Report]:
-    """Show on stderr, where that is a terminal, how far the run is, its rate, and the time that is left."""
+    """Show on stderr how far the run is and its rate: a bar on a terminal, a line now and then elsewhere."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]:.0f} tokens/s"), TimeRemainingColumn())
     with Progress(
@@ -273,11 +284,17 @@ def _progress(total: int, done: int) -> Iterator[Report]:
     ) as progress:
         task = progress.add_task("prompts", total=total, completed=done, rate=0.0)
         tokens, started = 0, time.monotonic()
+        printed = started
 
         def report(lines: int, new_tokens: int) -> None:
-            nonlocal tokens
-            tokens += new_tokens
-            progress.update(task, advance=lines, rate=tokens / (time.monotonic() - started))
+            nonlocal tokens, printed, done
+            now = time.monotonic()
+            tokens, done = tokens + new_tokens, done + lines
+            rate = tokens / (now - started)
+            progress.update(task, advance=lines, rate=rate)
+            if not console.is_terminal and now - printed > SECONDS_BETWEEN_LINES:
+                printed = now
+                console.print(f"{done}/{total} prompts  {rate:,.0f} tokens/s", highlight=False)
 
         yield report
 

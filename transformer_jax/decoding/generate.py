@@ -171,8 +171,8 @@ def prefill(
 
 def check_prompt(model: Model, tokens: Sequence[int], vocab_limit: int | None = None) -> None:
     """Raise a `UserError` when the model cannot continue these tokens."""
-    limit = model.vocab_size if vocab_limit is None else vocab_limit
-    if not tokens:
+    limit = min(model.vocab_size, model.vocab_size if vocab_limit is None else vocab_limit)
+    if not len(tokens):
         raise UserError("the prompt has no tokens; expected at least one, such as the end-of-text token")
     for index, token in enumerate(tokens):
         if not 0 <= token < limit:
@@ -223,6 +223,8 @@ def stream(
     Ids from `vocab_limit` on are refused in a prompt and never chosen. `rows` is the batch that is compiled, at least
     the number of prompts. Raises `UserError` for a prompt that cannot be continued, before anything is computed.
     """
+    if block < 1:
+        raise ValueError(f"block is {block}; expected at least 1")
     requests = _check_requests(model, prompts, settings, vocab_limit)
     choice: dict[str, Any] = {"stop_id": stop_id, "vocab_limit": vocab_limit}
     if requests:

@@ -18,7 +18,7 @@ def stream_text(
     Raises `UserError` when the prompt does not fit into the context.
     """
     tokens = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
-    choice = {"stop_id": tokenizer.end_of_text, "vocab_limit": tokenizer.vocab_size}
+    choice = {"stop_id": tokenizer.end_of_text, "vocab_limit": min(tokenizer.vocab_size, model.vocab_size)}
     written: list[int] = []
     shown = ""
     for (piece,) in stream(model, params, [tokens], settings, **choice):

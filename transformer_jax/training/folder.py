@@ -98,7 +98,7 @@ def open_run(folder: Path, requested: RunConfig) -> Run:
 
 def record_run(folder: Path, run: Run) -> None:
     """Write down what the run is. Called once everything about it is known to be right."""
-    run.tokenizer.save(folder / "tokenizer.json")
+    write_atomically(folder / "tokenizer.json", run.tokenizer.json)
     write_atomically(folder / "corpus.json", json.dumps({"fingerprint": run.fingerprint}) + "\n")
     write_atomically(folder / "config.json", to_json(run.config))
 
@@ -112,6 +112,11 @@ def open_trained(folder: Path) -> Trained:
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     params, step = restore_params(folder / "checkpoints", on_first_device(shapes))
     tokenizer = load_tokenizer(folder / "tokenizer.json")
+    if tokenizer.vocab_size > config.model.V:
+        raise UserError(
+            f"{folder / 'tokenizer.json'} has {tokenizer.vocab_size} ids and the model {config.model.V}: it is not the"
+            " tokenizer that the run was trained with"
+        )
     return Trained(config, model, cast_matrices(params, config.model.dtype), tokenizer, step)
 
 
@@ -140,7 +145,7 @@ def _recorded_config(folder: Path) -> RunConfig | None:
     others = sorted({file.name for file in folder.iterdir()} - ours)
     if others:
         raise UserError(
-            f"{folder} holds {others[0]!r} and no config.json, so it is not a run folder; choose another --run"
+            f"{folder} holds {others[0]!r} and no config.json, so it is not the folder of a run; choose another"
         )
     return None
 

@@ -48,7 +48,13 @@ def train(requested: RunConfig, folder: Path, console: Console) -> Stopped | Non
         record_run(folder, run)
         checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep))
         state = _restore(setup, checkpoints, console)
+        begun = (folder / "metrics.jsonl").exists()
+        if begun and not int(state.step):
+            console.print("No checkpoint was saved: beginning anew.", highlight=False)
         log = stack.enter_context(closing(MetricsLog(folder, int(state.step))))
+        if int(state.step) >= run.config.training.steps and not _heldout_bits(log):
+            # Its figures have been lost.
+            _evaluate(setup, state, log, console)
         stopped = _run_steps(setup, state, checkpoints, log, console)
         if stopped is None:
             _conclude(setup, folder, log, console)
@@ -118,8 +124,8 @@ def _record(setup: Setup, step: int, metrics: Metrics, log: MetricsLog, progress
     for name in ("loss", "grad_norm"):
         if not math.isfinite(figures[name]):
             raise UserError(
-                f"the {name} is {figures[name]} at step {step}; checkpoints are from earlier steps:"
-                " lower OptimizerConfig.learning_rate in a new run"
+                f"the {name} is {figures[name]} at step {step}, which is not saved: begin a new run with a lower"
+                " OptimizerConfig.learning_rate, or look for another extreme setting"
             )
     rate: jax.typing.ArrayLike = learning_rate(setup.config.optimizer, setup.config.training.steps)(step - 1)
     figures["learning_rate"] = jax.numpy.asarray(rate).item()
@@ -147,12 +153,15 @@ def _evaluate(setup: Setup, state: TrainState, log: MetricsLog, console: Console
     console.print(sample, style="dim", markup=False, highlight=False)
 
 
+def _heldout_bits(log: MetricsLog) -> list[float]:
+    return [row["heldout_bits_per_byte"] for row in log.rows if "heldout_bits_per_byte" in row]
+
+
 def _conclude(setup: Setup, folder: Path, log: MetricsLog, console: Console) -> None:
     """Show what was learnt, draw the curves and say what can be done next."""
     compressors = {"gzip -9": setup.compressors.gzip, "xz": setup.compressors.xz}
     plot_curves(log.rows, compressors, folder / "curves.png")
-    bits = [row["heldout_bits_per_byte"] for row in log.rows if "heldout_bits_per_byte" in row]
-    rows = [[name, f"{value:.3f}"] for name, value in {"this model": bits[-1], **compressors}.items()]
+    rows = [[name, f"{value:.3f}"] for name, value in {"this model": _heldout_bits(log)[-1], **compressors}.items()]
     console.print(make_table("Held-out text, a document at a time", ["", "bits per byte"], rows))
     console.print(
         f"Trained to step {setup.config.training.steps}. The run is in {folder}; its curves: {folder}/curves.png.\n"

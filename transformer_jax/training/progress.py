@@ -6,8 +6,7 @@ from collections import deque
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-SECONDS_BETWEEN_LINES = 10.0
-"""Where there is no terminal to redraw a bar on."""
+from transformer_jax.report import SECONDS_BETWEEN_LINES
 
 
 class TrainingProgress:
