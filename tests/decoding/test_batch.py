@@ -96,7 +96,7 @@ class TestAnswers:
             assert record["prompt_tokens"] == len(prompt)
             assert record["logprob"] == pytest.approx(sum(alone.logprobs), abs=1e-5)
 
-    @pytest.mark.parametrize("batch_size", [1, 3, 20])
+    @pytest.mark.parametrize("batch_size", [1, pytest.param(2, marks=pytest.mark.slow), 3, 20])
     def test_the_batch_size_changes_no_answer(self, source: Path, target: Path, batch_size: int):
         run(source, target)
         other = target.with_name("other.jsonl")

@@ -1,5 +1,7 @@
 """Each form that is there for speed equals the plain one, in value and in gradient."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,9 +69,15 @@ def test_rms_norm(dtype):
     assert_same(lambda x, scale: rms_norm(x, scale, 1e-2), plain, inputs)
 
 
+QUICK = {(1, 16, "float32"), (2, 16, "float32"), (4, 16, "float32"), (2, 24, "float32"), (2, 16, "bfloat16")}
+
+
 @pytest.mark.parametrize(
     ("K", "S", "dtype"),
-    [(1, 16, "float32"), (2, 16, "float32"), (4, 16, "float32"), (2, 24, "float32"), (2, 16, "bfloat16")],
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+        for case in itertools.product([1, 2, 4], [16, 24], ["float32", "bfloat16"])
+    ],
 )
 def test_attention(K, S, dtype):
     """With packed documents, padding on both sides, and rows that may see nothing at all."""

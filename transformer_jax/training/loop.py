@@ -52,8 +52,9 @@ def train(requested: RunConfig, folder: Path, console: Console) -> Stopped | Non
         if begun and not int(state.step):
             console.print("No checkpoint was saved: beginning anew.", highlight=False)
         log = stack.enter_context(closing(MetricsLog(folder, int(state.step))))
-        if int(state.step) >= run.config.training.steps and not _heldout_bits(log):
-            # Its figures have been lost.
+        last = run.config.training.steps
+        if int(state.step) >= last and not any(row["step"] == last and "sample" in row for row in log.rows):
+            # The figures of the end have been lost.
             _evaluate(setup, state, log, console)
         stopped = _run_steps(setup, state, checkpoints, log, console)
         if stopped is None:
