@@ -2,9 +2,11 @@ import dataclasses
 
 import pytest
 
-from transformer_jax.config import DataConfig, DecodingConfig, ModelConfig, RunConfig, differences, from_json, to_json
+from transformer_jax.architecture import ModelConfig
+from transformer_jax.config import DataConfig, DecodingConfig, RunConfig
 from transformer_jax.errors import UserError
 from transformer_jax.presets import PRESETS, preset
+from transformer_jax.settings import differences, from_json, to_json
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -18,8 +20,11 @@ def test_json_gives_every_preset_back(name):
     [
         ('{"model": {"d_mode": 3}}', "RunConfig.model: unknown field 'd_mode'; expected some of vocab_size"),
         ('{"model": {"d_model": "wide"}}', "ModelConfig.d_model is 'wide'; expected an integer"),
-        ('{"model": {"use_bias": 1}}', "ModelConfig.use_bias is 1; expected true or false"),
-        ('{"model": {"norm": "batch"}}', "ModelConfig.norm is 'batch'; expected one of 'rmsnorm', 'layernorm'"),
+        ('{"model": {"mlp_bias": 1}}', "ModelConfig.mlp_bias is 1; expected true or false"),
+        (
+            '{"model": {"norm": "batch"}}',
+            "ModelConfig.norm is 'batch'; expected one of 'rmsnorm', ",
+        ),
         ('{"data": {"paths": [1]}}', r"DataConfig.paths is \(1,\); expected a list of text"),
         ('{"model": 7}', "RunConfig.model: found 7; expected an object"),
         ("{", "RunConfig: not JSON"),
@@ -35,7 +40,7 @@ def test_what_is_wrong_in_a_file_is_named(text, message):
     ("settings", "message"),
     [
         ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads is 3; expected a positive divisor of num_heads = 4"),
-        ({"head_dim": 5}, "head_dim comes to 5; rotary positions need an even one"),
+        ({"head_dim": 5}, "head_dim comes to 5; rotary positions need an even number"),
         ({"dropout": 1.0}, "dropout is 1.0; expected at least 0 and less than 1"),
         ({"norm_eps": float("nan")}, "norm_eps is nan; expected a finite number"),
         ({"norm_eps": 10**400}, "expected a finite number"),

@@ -6,7 +6,8 @@ Settings are imported at once; a name that needs JAX is imported when it is firs
 import importlib
 from typing import TYPE_CHECKING
 
-from transformer_jax.config import ModelConfig, RunConfig
+from transformer_jax.architecture import ModelConfig
+from transformer_jax.config import RunConfig
 from transformer_jax.errors import UserError
 from transformer_jax.presets import preset
 

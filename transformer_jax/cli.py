@@ -23,9 +23,11 @@ from typing import Annotated, Any
 
 import tyro
 
-from transformer_jax.config import DecodingConfig, DType, RunConfig, to_json
+from transformer_jax.architecture import DType
+from transformer_jax.config import DecodingConfig, RunConfig
 from transformer_jax.errors import UserError
 from transformer_jax.presets import preset
+from transformer_jax.settings import to_json
 
 Flat = tyro.conf.arg(name="")
 """The options of a section without the section's name before them."""

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from transformer_jax.config import DType
+from transformer_jax.architecture import DType
 
 
 def keep_freed_memory() -> None:

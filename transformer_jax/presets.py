@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from transformer_jax.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from transformer_jax.architecture import ModelConfig
+from transformer_jax.config import DataConfig, OptimizerConfig, RunConfig, TrainingConfig
 from transformer_jax.errors import UserError
 
 
@@ -35,7 +36,9 @@ def gpt2() -> RunConfig:
         norm="layernorm",
         mlp="plain",
         activation="gelu_tanh",
-        use_bias=True,
+        attention_bias="all",
+        mlp_bias=True,
+        norm_bias=True,
     )
     return _long_run(model)
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.config import ModelConfig
-from transformer_jax.model.transformer import Model, Params, build
+from transformer_jax.architecture import ModelConfig
+from transformer_jax.model.transformer import Model, Output, Params, build
 
 
 def make_model(**settings: Any) -> tuple[Model, Params]:
@@ -36,7 +36,7 @@ def bigram(vocab_size: int = 257, max_seq_len: int = 64) -> Model:
             rows = jnp.arange(len(tokens))[:, None]
             slots = jnp.where(positions < 0, cache.shape[1], positions)
             cache = cache.at[rows, slots].set(positions, mode="drop")
-        return hidden, cache
+        return Output(hidden, cache)
 
     def init_cache(batch: int, length: int) -> Any:
         return jnp.full((batch, length), -1, jnp.int32)
@@ -60,6 +60,6 @@ def successor_logits(vocab_size: int) -> jax.Array:
 def uncached_logprobs(model: Model, params: Params, tokens: Sequence[int]) -> np.ndarray:
     """Log probabilities after each prefix, [T V], from one pass over the whole without a cache."""
     row = jnp.asarray([tokens], jnp.int32)
-    hidden, _ = model.trunk(params, row, jnp.arange(len(tokens))[None])
+    hidden, *_ = model.trunk(params, row, jnp.arange(len(tokens))[None])
     logits = np.asarray(model.unembed(params, hidden)[0], np.float64)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))

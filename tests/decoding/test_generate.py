@@ -22,7 +22,7 @@ from transformer_jax.decoding.generate import (
 )
 from transformer_jax.decoding.sampling import sample, sampling_params
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Model, Params
+from transformer_jax.model.transformer import Model, Output, Params
 
 PROMPTS = [[5], [9, 2, 60, 33, 1], list(range(20, 41)), [7, 7, 7]]
 
@@ -324,9 +324,9 @@ class TestCost:
         model, params = make_model(head_dim=32)
 
         def copying(*arguments: Any, cache: Any, **others: Any) -> Any:
-            hidden, new = model.trunk(*arguments, cache=cache, **others)
+            hidden, new, _ = model.trunk(*arguments, cache=cache, **others)
             # What the cache held before is needed after it was written.
-            return hidden + sum(leaf.sum() for leaf in jax.tree.leaves(cache.k)) * 1e-9, new
+            return Output(hidden + sum(leaf.sum() for leaf in jax.tree.leaves(cache.k)) * 1e-9, new)
 
         compiled, shapes, _ = self.compile(model._replace(trunk=copying), params, 4, 208)
         assert copies_of(compiled.as_text(), shapes) != []

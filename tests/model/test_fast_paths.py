@@ -10,7 +10,6 @@ import pytest
 from transformer_jax.model.attention import attend, attend_plainly, attend_transposed
 from transformer_jax.model.layers import ACTIVATIONS, gated, product, product_with_table, rms_norm, row_major
 from transformer_jax.model.masks import MaskSpec, may_attend
-from transformer_jax.model.positions import rotate, rotation
 
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
@@ -94,13 +93,13 @@ def test_attention(K, S, dtype):
     )
 
     def plain(q, k, v):
-        return attend_plainly(q, k, v, may)
+        return attend_plainly(q, k, v, may, 0.3)
 
     # Padding and packing keep the mask triangular: no token sees a later slot.
     for blocks in (1, 3) if S == T else (1,):
-        assert_same(lambda q, k, v, blocks=blocks: attend_transposed(q, k, v, may, blocks), plain, inputs)
-    y = jax.jit(attend)(*inputs, may)
-    np.testing.assert_array_equal(jax.jit(attend_transposed, static_argnums=4)(*inputs, may, 1), y)
+        assert_same(lambda q, k, v, blocks=blocks: attend_transposed(q, k, v, may, 0.3, blocks), plain, inputs)
+    y = jax.jit(attend, static_argnums=4)(*inputs, may, 0.3)
+    np.testing.assert_array_equal(jax.jit(attend_transposed, static_argnums=(4, 5))(*inputs, may, 0.3, 1), y)
     assert (y[0, 14:] == 0).all()
     assert (y[1, :3] == 0).all()
 
@@ -109,30 +108,8 @@ def test_attention_survives_large_scores_and_ties():
     q = jnp.full((1, 16, 1, 4), 1e4)
     v = normal(3, 1, 1, 16, 4)
     may = may_attend(MaskSpec(causal=False), jnp.arange(16)[None], jnp.arange(16)[None])
-    y = attend_transposed(q, q.swapaxes(1, 2), v, may, 1)
+    y = attend_transposed(q, q.swapaxes(1, 2), v, may, 0.5, 1)
     np.testing.assert_allclose(y[0, :, 0], jnp.broadcast_to(v[0, 0].mean(0), (16, 4)), atol=1e-5)
-
-
-def test_rotation_depends_on_the_distance_alone():
-    q, k = normal(0, 1, 1, 1, 8), normal(1, 1, 1, 1, 8)
-
-    def score(q_position, k_position):
-        at = [rotate(x, rotation(jnp.asarray([[p]]), 8, 100.0)) for x, p in ((q, q_position), (k, k_position))]
-        return float(jnp.vdot(*at))
-
-    assert score(5, 2) == pytest.approx(score(905, 902), abs=1e-4)
-    assert score(5, 2) != pytest.approx(score(5, 3), abs=1e-3)
-
-
-def test_angles_are_exact_at_large_positions_in_any_compute_dtype():
-    positions = jnp.asarray([[255, 256, 257, 4094, 4095, 8191]])
-    frequencies = 10_000.0 ** (-np.arange(0, 8, 2) / 8)
-    turned = rotation(positions, 8, 10_000.0)
-    expected = np.asarray(positions)[..., None] * frequencies
-    assert turned.cos.dtype == jnp.float32
-    np.testing.assert_allclose(turned.cos, np.cos(expected), atol=1e-3)
-    np.testing.assert_allclose(turned.sin, np.sin(expected), atol=1e-3)
-    assert len({tuple(row) for row in np.asarray(turned.cos[0]).tolist()}) == 6
 
 
 def test_row_major_moves_numbers_and_changes_none():

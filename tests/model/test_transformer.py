@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.model import reference
-from transformer_jax.config import ModelConfig
+from transformer_jax.architecture import ModelConfig, RopeScaling
 from transformer_jax.errors import UserError
 from transformer_jax.model.cost import cache_bytes, num_params
 from transformer_jax.model.transformer import build, cast_matrices
@@ -26,14 +26,57 @@ GPT = dataclasses.replace(
     norm="layernorm",
     mlp="plain",
     activation="gelu_tanh",
-    use_bias=True,
+    attention_bias="all",
+    mlp_bias=True,
+    norm_bias=True,
 )
 CONFIGS = {
     "llama": LLAMA,
     "gpt": GPT,
     "mqa": dataclasses.replace(LLAMA, num_kv_heads=1, tie_embeddings=False, activation="relu"),
     "wide heads": dataclasses.replace(LLAMA, head_dim=16, norm="layernorm", activation="gelu"),
-    "encoder": dataclasses.replace(LLAMA, attention="bidirectional", use_bias=True, rope_theta=500.0),
+    "encoder": dataclasses.replace(
+        LLAMA, attention="bidirectional", attention_bias="all", mlp_bias=True, rope_theta=500.0
+    ),
+    "gemma": dataclasses.replace(
+        LLAMA,
+        num_layers=3,
+        layer_pattern=("local", "global"),
+        window=3,
+        residual="pre_and_post",
+        norm="rmsnorm_plus_one",
+        qk_norm="head",
+        query_scale=0.4,
+        attention_softcap=2.0,
+        logit_softcap=3.0,
+        scale_embeddings=True,
+        local_rope_theta=100.0,
+        vocab_multiple=8,
+    ),
+    "neox": dataclasses.replace(
+        GPT, positions="rope", head_dim=8, rope_fraction=0.5, residual="parallel", tie_embeddings=False
+    ),
+    "bert": dataclasses.replace(
+        GPT,
+        attention="bidirectional",
+        residual="post",
+        num_token_types=2,
+        embedding_norm=True,
+        output_transform=True,
+        output_bias=True,
+    ),
+    "experts": dataclasses.replace(
+        LLAMA,
+        num_experts=4,
+        experts_per_token=2,
+        renormalize_experts=False,
+        residual="branch",
+        qk_norm="projection",
+        rope_interleaved=True,
+        rope_scaling=RopeScaling("yarn", factor=4.0, original_max_len=8, beta_fast=2.0),
+        attention_bias="qkv",
+    ),
+    "original": dataclasses.replace(LLAMA, positions="sinusoidal", residual="post", norm="layernorm"),
 }
 every_config = pytest.mark.parametrize("c", CONFIGS.values(), ids=CONFIGS.keys())
 every_decoder = pytest.mark.parametrize("c", [c for c in CONFIGS.values() if c.attention == "causal"])
@@ -53,7 +96,7 @@ def run(c):
     model = build(c)
 
     def logits_and_cache(params, tokens, positions, **options):
-        hidden, cache = model.trunk(params, tokens, positions, **options)
+        hidden, cache, _ = model.trunk(params, tokens, positions, **options)
         return model.unembed(params, hidden), cache
 
     return jax.jit(logits_and_cache)
@@ -219,8 +262,8 @@ def test_grouped_heads_are_full_heads_that_share(K):
     full = dataclasses.replace(LLAMA, num_kv_heads=None)
     tokens, positions = jnp.asarray(random_tokens(2, 7)), jnp.broadcast_to(jnp.arange(7), (2, 7))
     params = params_of(grouped)
-    expected, _ = build(full).trunk(tiled(params, grouped, 4), tokens, positions)
-    actual, _ = build(grouped).trunk(params, tokens, positions)
+    expected, *_ = build(full).trunk(tiled(params, grouped, 4), tokens, positions)
+    actual, *_ = build(grouped).trunk(params, tokens, positions)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
@@ -229,7 +272,7 @@ def gradient(c, params, tokens, dropout_key=None):
     model = build(c)
 
     def loss(params):
-        hidden, _ = model.trunk(params, tokens, positions, dropout_key=dropout_key)
+        hidden, *_ = model.trunk(params, tokens, positions, dropout_key=dropout_key)
         return (model.unembed(params, hidden) ** 2).mean()
 
     return jax.jit(jax.value_and_grad(loss))(params)

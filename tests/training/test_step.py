@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.config import MeshConfig, ModelConfig, OptimizerConfig
+from transformer_jax.architecture import ModelConfig
+from transformer_jax.config import MeshConfig, OptimizerConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import build
 from transformer_jax.sharding import batch_sharding, make_mesh, param_shardings, use_mesh

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from transformer_jax.config import DecodingConfig, DType, ModelConfig, RunConfig
+from transformer_jax.architecture import DType, ModelConfig
+from transformer_jax.config import DecodingConfig, RunConfig
 from transformer_jax.decoding.generate import DecodeState, decode
 from transformer_jax.decoding.sampling import sampling_params
 from transformer_jax.machine import matmul_peak, read_bandwidth

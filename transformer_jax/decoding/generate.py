@@ -102,7 +102,7 @@ def decode_step(
     model: Model, params: Params, state: DecodeState, *, stop_id: int | None = None, vocab_limit: int | None = None
 ) -> tuple[DecodeState, Sampled]:
     """Put each live row's last token into the cache and choose the one after it."""
-    hidden, cache = model.trunk(params, state.tokens[:, None], state.positions[:, None], cache=state.cache)
+    hidden, cache, _ = model.trunk(params, state.tokens[:, None], state.positions[:, None], cache=state.cache)
     state = state._replace(cache=cache)
     return next_token(model, params, state, hidden[:, 0], stop_id=stop_id, vocab_limit=vocab_limit)
 
@@ -134,7 +134,7 @@ def prefill_chunk(
     The rows may be padded anywhere with position -1; what is returned for a row of nothing else has no meaning. The
     cache given is used up.
     """
-    hidden, cache = model.trunk(params, tokens, positions, cache=cache)
+    hidden, cache, _ = model.trunk(params, tokens, positions, cache=cache)
     last = jnp.argmax(positions, axis=1)
     return cache, jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
 

@@ -1,29 +1,34 @@
-"""The Transformer: blocks, the stack, and `build(config) -> Model`, the record of pure functions everything else takes.
-
-    h = x + attention(norm(x))        y = h + mlp(norm(h))
-
-The Linen modules here are shells: they declare parameters with their logical axes and call the free functions of this
-folder. Nothing is stored in a module, nothing is random without a key, and the cache is an argument and a result.
-"""
+"""The Transformer: embeddings, the stack of blocks, logits; and `build(config) -> Model`, which all else takes."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from transformer_jax.config import ModelConfig
-from transformer_jax.model.attention import attend
-from transformer_jax.model.cache import KVCache, empty_cache, write, write_positions
-from transformer_jax.model.layers import ACTIVATIONS, dropout, gated, layer_norm, product, product_with_table, rms_norm
+from transformer_jax.architecture import LayerKind, ModelConfig
+from transformer_jax.model.block import Block, Context, Linear, Norm, declare
+from transformer_jax.model.cache import KVCache, empty_cache, write_positions
+from transformer_jax.model.experts import Routing
+from transformer_jax.model.layers import ACTIVATIONS, dropout, product_with_table
 from transformer_jax.model.masks import MaskSpec, may_attend
-from transformer_jax.model.positions import Rotation, rotate, rotation
+from transformer_jax.model.positions import rotation, sinusoids
 from transformer_jax.sharding import constrain
 
 Params = Any
+
+
+class Output(NamedTuple):
+    """What the trunk makes of its tokens."""
+
+    hidden: Float[Array, "B T D"]
+    """The residual stream after the last block and its norm."""
+    cache: Any
+    """The cache with the new tokens in it; None when there was none."""
+    routing: Routing | None = None
+    """What the routers did, layer by layer; None in a model without experts."""
 
 
 class Model(NamedTuple):
@@ -31,10 +36,12 @@ class Model(NamedTuple):
 
     init: Callable[..., Params]
     """init(key) -> params, all float32."""
-    trunk: Callable[..., tuple[Array, KVCache | None]]
-    """trunk(params, tokens[B T], positions[B T], *, segment_ids=None, cache=None, dropout_key=None, in_order=False)
-    -> (hidden[B T D], cache). With `in_order` the caller promises that the tokens of a segment lie in the order of
-    their positions: the mask of a decoder is then triangular, and what lies beyond its diagonal is not computed."""
+    trunk: Callable[..., Output]
+    """trunk(params, tokens[B T], positions[B T], *, segment_ids=None, token_types=None, prefix_lengths=None,
+    cache=None, dropout_key=None, in_order=False) -> (hidden[B T D], cache, routing). A token sees the whole of the
+    first `prefix_lengths`[B T] tokens of its sequence. With `in_order` the caller promises that the tokens of a segment
+    lie in the order of their positions: the mask of a decoder is then triangular, and what lies beyond its diagonal is
+    not computed."""
     unembed: Callable[..., Array]
     """unembed(params, hidden[... D]) -> logits[... V], float32."""
     init_cache: Callable[[int, int], KVCache]
@@ -45,163 +52,104 @@ class Model(NamedTuple):
     max_seq_len: int
 
 
-def declare(module: nn.Module, name: str, initialise: Any, axes: tuple[str, ...], shape: tuple[int, ...]) -> Array:
-    """Describe a parameter once: its name, how it begins, and the names and lengths of its dimensions."""
-    return cast(Array, module.param(name, nn.with_logical_partitioning(initialise, axes), shape))
-
-
-class Norm(nn.Module):
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        c = self.config
-        scale = declare(self, "scale", nn.initializers.ones, ("embed",), (c.D,))
-        if c.norm == "rmsnorm":
-            return rms_norm(x, scale, c.norm_eps)
-        bias = declare(self, "bias", nn.initializers.zeros, ("embed",), (c.D,)) if c.use_bias else None
-        return layer_norm(x, scale, bias, c.norm_eps)
-
-
-class Linear(nn.Module):
-    """y = x w (+ b). The standard deviation of w is `gain` / sqrt(fan in)."""
-
-    features: int
-    axes: tuple[str, str]
-    use_bias: bool
-    gain: float = 1.0
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        fan_in = x.shape[-1]
-        normal = nn.initializers.truncated_normal(self.gain * fan_in**-0.5)
-        y = product(x, declare(self, "weight", normal, self.axes, (fan_in, self.features)))
-        if self.use_bias:
-            y = y + declare(self, "bias", nn.initializers.zeros, self.axes[1:], (self.features,)).astype(y.dtype)
-        return y
-
-
-@struct.dataclass
-class Context:
-    """What every layer of one call shares: who may see whom, where tokens stand, and where they are cached."""
-
-    may: Bool[Array, "B T S"]
-    positions: Int[Array, "B T"]
-    rotation: Rotation | None
-    triangular: bool = struct.field(pytree_node=False)
-    """Whether nobody may see a later slot of the row."""
-
-
-class Attention(nn.Module):
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(
-        self, x: Array, context: Context, cached: tuple[Array, Array] | None
-    ) -> tuple[Array, tuple[Array, Array]]:
-        c = self.config
-        rows = x.shape[:2]
-        q = Linear(c.N * c.H, ("embed", "heads"), c.use_bias, name="q")(x).reshape(*rows, c.N, c.H)
-        k = Linear(c.K * c.H, ("embed", "kv_heads"), c.use_bias, name="k")(x).reshape(*rows, c.K, c.H)
-        v = Linear(c.K * c.H, ("embed", "kv_heads"), c.use_bias, name="v")(x).reshape(*rows, c.K, c.H)
-        if context.rotation is not None:
-            q, k = rotate(q, context.rotation), rotate(k, context.rotation)
-        if cached is None:
-            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        else:
-            k, v = write(cached[0], k, context.positions), write(cached[1], v, context.positions)
-        y = attend(q, k, v, context.may, context.triangular).reshape(*rows, c.N * c.H)
-        return Linear(c.D, ("heads", "embed"), c.use_bias, (2 * c.L) ** -0.5, name="o")(y), (k, v)
-
-
-class MLP(nn.Module):
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(self, x: Array) -> Array:
-        c = self.config
-        hidden = Linear(c.F, ("embed", "mlp"), c.use_bias, name="up")(x)
-        if c.mlp == "gated":
-            hidden = gated(Linear(c.F, ("embed", "mlp"), c.use_bias, name="gate")(x), hidden, c.activation)
-        else:
-            hidden = ACTIVATIONS[c.activation](hidden)
-        return Linear(c.D, ("mlp", "embed"), c.use_bias, (2 * c.L) ** -0.5, name="down")(hidden)
-
-
-class Block(nn.Module):
-    config: ModelConfig
-
-    @nn.compact
-    def __call__(
-        self, x: Array, context: Context, cached: tuple[Array, Array] | None, dropout_key: PRNGKeyArray | None
-    ) -> tuple[Array, tuple[Array, Array]]:
-        c = self.config
-        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
-        attention, kv = Attention(c, name="attn")(Norm(c, name="attn_norm")(x), context, cached)
-        h = x + dropout(attention, c.dropout, keys[0])
-        y = h + dropout(MLP(c, name="mlp")(Norm(c, name="mlp_norm")(h)), c.dropout, keys[1])
-        return constrain(y, ("batch", "seq", None)), kv
-
-
 class Transformer(nn.Module):
     config: ModelConfig
 
     def setup(self) -> None:
         c = self.config
         normal = nn.initializers.truncated_normal(c.D**-0.5)
-        self.table = declare(self, "embed", normal, ("vocab", "embed"), (c.V, c.D))
+        self.table = declare(self, "embed", normal, ("vocab", "embed"), (c.table_rows, c.D))
         if c.positions == "learned":
             axes = ("positions", "embed")
             self.position_table = declare(self, "position_embed", normal, axes, (c.max_seq_len, c.D))
+        if c.num_token_types:
+            axes = ("token_types", "embed")
+            self.type_table = declare(self, "type_embed", normal, axes, (c.num_token_types, c.D))
+        if c.embedding_norm:
+            self.embed_norm = Norm(c)
         block = nn.remat(Block) if c.remat == "block" else Block
-        self.layers = [block(c) for _ in range(c.L)]
-        self.final_norm = Norm(c)
+        self.layers = [block(c, kind) for kind in c.kinds]
+        if c.residual != "post":
+            self.final_norm = Norm(c)
+        if c.output_transform:
+            self.transform, self.transform_norm = Linear(c.D, ("embed", "embed_out"), use_bias=c.output_bias), Norm(c)
         if not c.tie_embeddings:
-            self.output = Linear(c.V, ("embed", "vocab"), use_bias=False)
+            self.output = Linear(c.table_rows, ("embed", "vocab"), use_bias=False)
+        if c.output_bias:
+            self.bias = declare(self, "output_bias", nn.initializers.zeros, ("vocab",), (c.table_rows,))
+
+    def embed(self, tokens: Array, positions: Array, token_types: Array | None, key: PRNGKeyArray | None) -> Array:
+        c = self.config
+        x = self.table[tokens].astype(c.dtype)
+        if c.scale_embeddings:
+            x = x * jnp.asarray(c.D**0.5, c.dtype)
+        if c.positions == "learned":
+            x = x + self.position_table[jnp.maximum(positions, 0)].astype(c.dtype)
+        if c.positions == "sinusoidal":
+            x = x + sinusoids(positions, c.D).astype(c.dtype)
+        if c.num_token_types:
+            types = jnp.zeros_like(tokens) if token_types is None else token_types
+            x = x + self.type_table[types].astype(c.dtype)
+        if c.embedding_norm:
+            x = self.embed_norm(x)
+        return dropout(constrain(x, ("batch", "seq", None)), c.dropout, key)
 
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
+        token_types: Int[Array, "B T"] | None = None,
+        prefix_lengths: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         dropout_key: PRNGKeyArray | None = None,
         in_order: bool = False,
-    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    ) -> Output:
         c = self.config
-        x = self.table[tokens].astype(c.dtype)
-        if c.positions == "learned":
-            x = x + self.position_table[jnp.maximum(positions, 0)].astype(c.dtype)
-        x = constrain(x, ("batch", "seq", None))
         keys = [None] * (c.L + 1) if dropout_key is None else list(jax.random.split(dropout_key, c.L + 1))
-        x = dropout(x, c.dropout, keys[-1])
-
+        x = self.embed(tokens, positions, token_types, keys[-1])
         k_positions = positions if cache is None else write_positions(cache.positions, positions)
-        spec = MaskSpec(causal=c.attention == "causal")
+        causal = c.attention == "causal"
+        kinds: list[LayerKind] = sorted(set(c.kinds))
+        specs = {kind: MaskSpec(causal, c.window if kind == "local" else None) for kind in kinds}
+        longest = k_positions.max(axis=1)
         context = Context(
-            may=may_attend(spec, positions, k_positions, segment_ids, segment_ids),
+            may={
+                kind: may_attend(spec, positions, k_positions, segment_ids, segment_ids, prefix_lengths)
+                for kind, spec in specs.items()
+            },
+            rotation={kind: rotation(c, positions, longest, kind == "local") for kind in kinds}
+            if c.positions == "rope"
+            else {},
             positions=positions,
-            rotation=rotation(positions, c.H, c.rope_theta) if c.positions == "rope" else None,
-            triangular=in_order and spec.causal and cache is None,
+            triangular=in_order and causal and cache is None and prefix_lengths is None,
         )
-        written = []
+        written, routings = [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else (cache.k[index], cache.v[index])
-            x, kv = layer(x, context, cached, keys[index])
+            x, kv, routing = layer(x, context, cached, keys[index])
             written.append(kv)
-        hidden = self.final_norm(x)
-        if cache is None:
-            return hidden, None
-        return hidden, KVCache(tuple(k for k, _ in written), tuple(v for _, v in written), k_positions)
+            routings.append(routing)
+        hidden = x if c.residual == "post" else self.final_norm(x)
+        if cache is not None:
+            cache = KVCache(tuple(k for k, _ in written), tuple(v for _, v in written), k_positions)
+        return Output(hidden, cache, jax.tree.map(lambda *layers: jnp.stack(layers), *routings) if c.E else None)
 
     def unembed(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        logits = product_with_table(hidden, self.table) if self.config.tie_embeddings else self.output(hidden)
-        return logits.astype(jnp.float32)
+        c = self.config
+        if c.output_transform:
+            hidden = self.transform_norm(ACTIVATIONS[c.activation](self.transform(hidden)))
+        logits = product_with_table(hidden, self.table) if c.tie_embeddings else self.output(hidden)
+        logits = logits.astype(jnp.float32)
+        if c.output_bias:
+            logits = logits + self.bias
+        if c.logit_softcap is not None:
+            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        return logits if c.table_rows == c.V else logits[..., : c.V]
 
     def everything(self, tokens: Int[Array, "B T"]) -> Array:
         """Touch every parameter once, so that `init` declares them all."""
-        hidden, _ = self(tokens, jnp.zeros_like(tokens))
-        return self.unembed(hidden)
+        return self.unembed(self(tokens, jnp.zeros_like(tokens)).hidden)
 
 
 def build(config: ModelConfig) -> Model:
@@ -224,13 +172,19 @@ def build(config: ModelConfig) -> Model:
         positions: Int[Array, "B T"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
+        token_types: Int[Array, "B T"] | None = None,
+        prefix_lengths: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
         dropout_key: PRNGKeyArray | None = None,
         in_order: bool = False,
-    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
+    ) -> Output:
         if cache is not None and segment_ids is not None:
             raise ValueError("a cache holds one sequence a row: segment_ids cannot be used with it")
-        return apply(params, tokens, positions, segment_ids, cache, dropout_key, in_order)
+        if token_types is not None and not config.num_token_types:
+            raise ValueError("ModelConfig.num_token_types is 0: token_types cannot be used with this model")
+        if prefix_lengths is not None and config.attention != "causal":
+            raise ValueError("a bidirectional model sees everything: prefix_lengths cannot be used with it")
+        return apply(params, tokens, positions, segment_ids, token_types, prefix_lengths, cache, dropout_key, in_order)
 
     def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         return apply(params, hidden, method="unembed")

@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import jax
 
-from transformer_jax.config import RunConfig, differences, from_json, to_json
+from transformer_jax.config import RunConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model, Params, build, cast_matrices
+from transformer_jax.settings import differences, from_json, to_json
 from transformer_jax.sharding import on_first_device
 from transformer_jax.text.corpus import Split, fingerprint, read_corpus, split
 from transformer_jax.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PRNGKeyArray
 
-from transformer_jax.config import DType
+from transformer_jax.architecture import DType
 from transformer_jax.machine import training_options
 from transformer_jax.model.transformer import Model, Params
 from transformer_jax.text.pipeline import Batch
@@ -40,7 +40,7 @@ def batch_loss(
     model: Model, params: Params, batch: Batch, dropout_key: PRNGKeyArray | None = None
 ) -> tuple[Array, Array]:
     """Predict every next token of the batch at once (teacher forcing); returns the sums of the loss and the weights."""
-    hidden, _ = model.trunk(
+    hidden = model.trunk(
         params,
         batch.tokens,
         batch.positions,

@@ -1,0 +1,99 @@
+"""What every settings class shares: checks that name the field and its value, and the round trip through JSON."""
+
+import dataclasses
+import json
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from transformer_jax.errors import UserError
+
+C = TypeVar("C")
+
+
+def check(config: object, name: str, holds: bool, expected: str) -> None:
+    """Raise a `UserError` naming the field and its value unless `holds`."""
+    if not holds:
+        raise UserError(f"{type(config).__name__}.{name} is {getattr(config, name)!r}; expected {expected}")
+
+
+def check_types(config: Any) -> None:
+    """Raise a `UserError` naming the first field whose value is not of its annotated type."""
+    for name, annotation in typing.get_type_hints(type(config)).items():
+        check(config, name, _is_instance(getattr(config, name), annotation), _describe(annotation))
+
+
+def _is_instance(value: Any, annotation: Any) -> bool:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return value in arguments
+    if origin in (types.UnionType, typing.Union):
+        return any(_is_instance(value, option) for option in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_instance(item, arguments[0]) for item in value)
+    if annotation is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation)
+
+
+def _describe(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(choice) for choice in arguments)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_describe(option) for option in arguments)
+    if origin is tuple:
+        return f"a list of {_describe(arguments[0])}"
+    names = {int: "an integer", float: "a finite number", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def to_json(config: Any) -> str:
+    """Write a config as JSON, one field a line; `from_json` reads it back equal."""
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(kind: type[C], text: str) -> C:
+    """Read what `to_json` wrote. Raises `UserError` naming an unknown field, a missing section or a bad value."""
+    try:
+        tree = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{kind.__name__}: not JSON ({error})") from None
+    return _from_tree(kind, tree, kind.__name__)
+
+
+def _from_tree(kind: Any, tree: Any, where: str) -> Any:
+    if not isinstance(tree, Mapping):
+        raise UserError(f"{where}: found {tree!r}; expected an object")
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(tree) - set(hints))
+    if unknown:
+        raise UserError(f"{where}: unknown field {unknown[0]!r}; expected some of {', '.join(hints)}")
+    values = {}
+    for name, value in tree.items():
+        if dataclasses.is_dataclass(hints[name]):
+            values[name] = _from_tree(hints[name], value, f"{where}.{name}")
+        else:
+            values[name] = tuple(value) if isinstance(value, list) else value
+    config = kind(**values)
+    missing = [name for name in hints if name not in tree]
+    if missing:
+        raise UserError(f"{where}: the field {missing[0]!r} is missing")
+    return config
+
+
+def differences(ours: Any, theirs: Any) -> list[str]:
+    """List the leaves in which two configs of one kind differ, as `section.field: ours | theirs`."""
+
+    def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in tree.items():
+            found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        return found
+
+    a, b = leaves(dataclasses.asdict(ours)), leaves(dataclasses.asdict(theirs))
+    return [f"{name}: {a[name]!r} | {b[name]!r}" for name in a if a[name] != b[name]]
