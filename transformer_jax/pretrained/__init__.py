@@ -1,0 +1,1 @@
+"""Other people's parameters, in and out."""
