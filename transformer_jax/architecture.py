@@ -155,6 +155,8 @@ class ModelConfig:
     """Whether the logits add a bias."""
     output_transform: bool = False
     """Whether the hidden state passes a product, the activation and a norm before it becomes logits (BERT)."""
+    pooler: bool = False
+    """Whether there is a product and a tanh over the hidden state of the first token (BERT)."""
     tie_embeddings: bool = True
     """Whether the output layer is the transposed embedding table."""
     num_token_types: int = 0

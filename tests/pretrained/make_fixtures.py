@@ -31,7 +31,7 @@ SMALL = {
     "attn_implementation": "eager",
 }
 SCALED = {"rope_theta": 10_000.0, "original_max_position_embeddings": 8}
-BERT = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
+WITHOUT_GROUPS = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 GPT2 = {
     "vocab_size": V,
     "n_embd": 16,
@@ -150,7 +150,7 @@ MODELS = {
 def make(name: str) -> None:
     """Build, fill with numbers none of which is 0 or 1, save, and compute."""
     architecture, settings = MODELS[name]
-    base = GPT2 if name == "gpt2" else BERT if "bert" in name else SMALL
+    base = GPT2 if name == "gpt2" else WITHOUT_GROUPS if "bert" in name or "neox" in name else SMALL
     model_class = getattr(transformers, architecture)
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**{**base, **settings})).float().eval()

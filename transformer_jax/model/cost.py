@@ -13,6 +13,7 @@ def num_params(c: ModelConfig) -> int:
     output = (0 if c.tie_embeddings else c.table_rows * c.D) + (c.table_rows if c.output_bias else 0)
     if c.output_transform:
         output += c.D * c.D + (c.D if c.output_bias else 0) + norm
+    output += c.D * c.D + c.D if c.pooler else 0
     ends = norm * ((c.residual != "post") + c.embedding_norm)
     return tables * c.D + c.L * (attention + mlp + norms_of_block * norm) + ends + output
 

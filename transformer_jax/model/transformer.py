@@ -73,6 +73,8 @@ class Transformer(nn.Module):
             self.final_norm = Norm(c)
         if c.output_transform:
             self.transform, self.transform_norm = Linear(c.D, ("embed", "embed_out"), use_bias=c.output_bias), Norm(c)
+        if c.pooler:
+            self.pooler = Linear(c.D, ("embed", "embed_out"), use_bias=True)
         if not c.tie_embeddings:
             self.output = Linear(c.table_rows, ("embed", "vocab"), use_bias=False)
         if c.output_bias:
@@ -147,9 +149,13 @@ class Transformer(nn.Module):
             logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
         return logits if c.table_rows == c.V else logits[..., : c.V]
 
+    def pool(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return jnp.tanh(self.pooler(hidden))
+
     def everything(self, tokens: Int[Array, "B T"]) -> Array:
         """Touch every parameter once, so that `init` declares them all."""
-        return self.unembed(self(tokens, jnp.zeros_like(tokens)).hidden)
+        hidden = self(tokens, jnp.zeros_like(tokens)).hidden
+        return self.unembed(hidden) if not self.config.pooler else self.unembed(self.pool(hidden))
 
 
 def build(config: ModelConfig) -> Model:

@@ -1,232 +1,109 @@
-"""One table a family: which tensor of a published file is which parameter of ours, read in both directions.
+"""The families of published models: how to recognise one, and what describes it."""
 
-A row whose parameters the model at hand does not have, such as a bias, is left out; every parameter it has is in one row.
-"""
-
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import dataclasses
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
 
 from transformer_jax.architecture import ModelConfig
-from transformer_jax.pretrained.layouts import (
-    AS_IT_IS,
-    EXPERTS,
-    JOINED_BY_HEAD,
-    JOINED_GATE,
-    JOINED_HEADS,
-    JOINED_HEADS_TRANSPOSED,
-    TRANSPOSED,
-    Layout,
-    skipping_rows,
-)
+from transformer_jax.errors import UserError
+from transformer_jax.pretrained import decoders, encoders, names
+from transformer_jax.pretrained.config_reader import Settings
+from transformer_jax.pretrained.names import Row
+
+Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Row:
-    """Some parameters of ours, some tensors of theirs, and what turns one into the other."""
+class Family:
+    """How one kind of published model is described and stored."""
 
-    ours: tuple[str, ...]
-    """Paths in the parameter tree; {i} stands for the layer."""
-    theirs: tuple[str, ...]
-    """Names in the file; {i} stands for the layer, {e} for the expert."""
-    layout: Layout
-
-
-def as_it_is(ours: str, theirs: str) -> Row:
-    """A vector, or a table that both store alike."""
-    return Row((ours,), (theirs,), AS_IT_IS)
-
-
-def linear(ours: str, theirs: str) -> tuple[Row, Row]:
-    """A product's weight, and its bias where there is one."""
-    return Row((f"{ours}/weight",), (f"{theirs}.weight",), TRANSPOSED), as_it_is(f"{ours}/bias", f"{theirs}.bias")
+    model_type: str
+    """What its config.json calls itself."""
+    architecture: str
+    """The class of transformers that computes it."""
+    rows: tuple[Row, ...]
+    """Which tensor is which parameter."""
+    read: Callable[[Settings], Tree]
+    """From a config.json to fields of `ModelConfig`."""
+    write: Callable[[ModelConfig], Tree]
+    """From a model of this family to a config.json, without the names of the family."""
 
 
-def norm(ours: str, theirs: str) -> tuple[Row, Row]:
-    """A norm's scale, and its bias where there is one."""
-    return as_it_is(f"{ours}/scale", f"{theirs}.weight"), as_it_is(f"{ours}/bias", f"{theirs}.bias")
-
-
-def joined(ours: Iterable[str], theirs: str, weight: Layout, bias: Layout) -> tuple[Row, Row]:
-    """Several products that the file stores as one."""
-    return (
-        Row(tuple(f"{name}/weight" for name in ours), (f"{theirs}.weight",), weight),
-        Row(tuple(f"{name}/bias" for name in ours), (f"{theirs}.bias",), bias),
-    )
-
-
-HEADS = tuple(f"layers_{{i}}/attn/{name}" for name in "qkv")
-
-LLAMA_ATTENTION = (
-    *linear("layers_{i}/attn/q", "model.layers.{i}.self_attn.q_proj"),
-    *linear("layers_{i}/attn/k", "model.layers.{i}.self_attn.k_proj"),
-    *linear("layers_{i}/attn/v", "model.layers.{i}.self_attn.v_proj"),
-    *norm("layers_{i}/attn/q_norm", "model.layers.{i}.self_attn.q_norm"),
-    *norm("layers_{i}/attn/k_norm", "model.layers.{i}.self_attn.k_norm"),
-)
-
-LLAMA_MLP = (
-    *linear("layers_{i}/mlp/gate", "model.layers.{i}.mlp.gate_proj"),
-    *linear("layers_{i}/mlp/up", "model.layers.{i}.mlp.up_proj"),
-)
-
-LLAMA_ENDS = (
-    as_it_is("embed", "model.embed_tokens.weight"),
-    *linear("layers_{i}/attn/o", "model.layers.{i}.self_attn.o_proj"),
-    *norm("final_norm", "model.norm"),
-    *linear("output", "lm_head"),
-)
-
-LLAMA_DOWN = linear("layers_{i}/mlp/down", "model.layers.{i}.mlp.down_proj")
-
-PRE_NORMS = (
-    *norm("layers_{i}/attn_norm", "model.layers.{i}.input_layernorm"),
-    *norm("layers_{i}/mlp_norm", "model.layers.{i}.post_attention_layernorm"),
-)
-
-LLAMA = (*LLAMA_ENDS, *LLAMA_ATTENTION, *LLAMA_MLP, *LLAMA_DOWN, *PRE_NORMS)
-"""Llama, Mistral, Qwen 2, Qwen 3, Gemma."""
-
-MIXTRAL = (
-    *LLAMA_ENDS,
-    *LLAMA_ATTENTION,
-    *PRE_NORMS,
-    *linear("layers_{i}/mlp/router", "model.layers.{i}.block_sparse_moe.gate"),
-    Row(("layers_{i}/mlp/gate",), ("model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",), EXPERTS),
-    Row(("layers_{i}/mlp/up",), ("model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",), EXPERTS),
-    Row(("layers_{i}/mlp/down",), ("model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",), EXPERTS),
-)
-
-QWEN_EXPERTS = (
-    *LLAMA_ENDS,
-    *LLAMA_ATTENTION,
-    *PRE_NORMS,
-    *linear("layers_{i}/mlp/router", "model.layers.{i}.mlp.gate"),
-    Row(("layers_{i}/mlp/gate",), ("model.layers.{i}.mlp.experts.{e}.gate_proj.weight",), EXPERTS),
-    Row(("layers_{i}/mlp/up",), ("model.layers.{i}.mlp.experts.{e}.up_proj.weight",), EXPERTS),
-    Row(("layers_{i}/mlp/down",), ("model.layers.{i}.mlp.experts.{e}.down_proj.weight",), EXPERTS),
-)
-
-GEMMA_2 = (
-    *LLAMA_ENDS,
-    *LLAMA_ATTENTION,
-    *LLAMA_MLP,
-    *LLAMA_DOWN,
-    *norm("layers_{i}/attn_norm", "model.layers.{i}.input_layernorm"),
-    *norm("layers_{i}/attn_post_norm", "model.layers.{i}.post_attention_layernorm"),
-    *norm("layers_{i}/mlp_norm", "model.layers.{i}.pre_feedforward_layernorm"),
-    *norm("layers_{i}/mlp_post_norm", "model.layers.{i}.post_feedforward_layernorm"),
-)
-"""Gemma 2, Gemma 3, and OLMo 2, which has the norms behind alone."""
-
-PHI_3 = (
-    *LLAMA_ENDS,
-    *LLAMA_DOWN,
-    *PRE_NORMS,
-    *joined(HEADS, "model.layers.{i}.self_attn.qkv_proj", JOINED_HEADS_TRANSPOSED, JOINED_HEADS),
-    *joined(
-        ("layers_{i}/mlp/gate", "layers_{i}/mlp/up"), "model.layers.{i}.mlp.gate_up_proj", JOINED_GATE, JOINED_GATE
-    ),
-)
-
-GPT_2 = (
-    as_it_is("embed", "transformer.wte.weight"),
-    as_it_is("position_embed", "transformer.wpe.weight"),
-    *norm("layers_{i}/attn_norm", "transformer.h.{i}.ln_1"),
-    *joined(HEADS, "transformer.h.{i}.attn.c_attn", JOINED_HEADS, JOINED_HEADS),
-    as_it_is("layers_{i}/attn/o/weight", "transformer.h.{i}.attn.c_proj.weight"),
-    as_it_is("layers_{i}/attn/o/bias", "transformer.h.{i}.attn.c_proj.bias"),
-    *norm("layers_{i}/mlp_norm", "transformer.h.{i}.ln_2"),
-    as_it_is("layers_{i}/mlp/up/weight", "transformer.h.{i}.mlp.c_fc.weight"),
-    as_it_is("layers_{i}/mlp/up/bias", "transformer.h.{i}.mlp.c_fc.bias"),
-    as_it_is("layers_{i}/mlp/down/weight", "transformer.h.{i}.mlp.c_proj.weight"),
-    as_it_is("layers_{i}/mlp/down/bias", "transformer.h.{i}.mlp.c_proj.bias"),
-    *norm("final_norm", "transformer.ln_f"),
-    *linear("output", "lm_head"),
-)
-
-GPT_NEOX = (
-    as_it_is("embed", "gpt_neox.embed_in.weight"),
-    *norm("layers_{i}/attn_norm", "gpt_neox.layers.{i}.input_layernorm"),
-    *joined(HEADS, "gpt_neox.layers.{i}.attention.query_key_value", JOINED_BY_HEAD, JOINED_BY_HEAD),
-    *linear("layers_{i}/attn/o", "gpt_neox.layers.{i}.attention.dense"),
-    *norm("layers_{i}/mlp_norm", "gpt_neox.layers.{i}.post_attention_layernorm"),
-    *linear("layers_{i}/mlp/up", "gpt_neox.layers.{i}.mlp.dense_h_to_4h"),
-    *linear("layers_{i}/mlp/down", "gpt_neox.layers.{i}.mlp.dense_4h_to_h"),
-    *norm("final_norm", "gpt_neox.final_layer_norm"),
-    *linear("output", "embed_out"),
-)
-
-BERT = (
-    as_it_is("embed", "bert.embeddings.word_embeddings.weight"),
-    as_it_is("position_embed", "bert.embeddings.position_embeddings.weight"),
-    as_it_is("type_embed", "bert.embeddings.token_type_embeddings.weight"),
-    *norm("embed_norm", "bert.embeddings.LayerNorm"),
-    *linear("layers_{i}/attn/q", "bert.encoder.layer.{i}.attention.self.query"),
-    *linear("layers_{i}/attn/k", "bert.encoder.layer.{i}.attention.self.key"),
-    *linear("layers_{i}/attn/v", "bert.encoder.layer.{i}.attention.self.value"),
-    *linear("layers_{i}/attn/o", "bert.encoder.layer.{i}.attention.output.dense"),
-    *norm("layers_{i}/attn_post_norm", "bert.encoder.layer.{i}.attention.output.LayerNorm"),
-    *linear("layers_{i}/mlp/up", "bert.encoder.layer.{i}.intermediate.dense"),
-    *linear("layers_{i}/mlp/down", "bert.encoder.layer.{i}.output.dense"),
-    *norm("layers_{i}/mlp_post_norm", "bert.encoder.layer.{i}.output.LayerNorm"),
-    *linear("pooler", "bert.pooler.dense"),
-    *linear("transform", "cls.predictions.transform.dense"),
-    *norm("transform_norm", "cls.predictions.transform.LayerNorm"),
-    *linear("output", "cls.predictions.decoder"),
-    as_it_is("output_bias", "cls.predictions.bias"),
+FAMILIES = (
+    Family("llama", "LlamaForCausalLM", names.LLAMA, decoders.read_llama, decoders.write_llama),
+    Family("mistral", "MistralForCausalLM", names.LLAMA, decoders.read_mistral, decoders.write_mistral),
+    Family("mixtral", "MixtralForCausalLM", names.MIXTRAL, decoders.read_mixtral, decoders.write_mixtral),
+    Family("qwen2", "Qwen2ForCausalLM", names.LLAMA, decoders.read_qwen2, decoders.write_qwen2),
+    Family("qwen3", "Qwen3ForCausalLM", names.LLAMA, decoders.read_qwen3, decoders.write_qwen3),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", names.QWEN_EXPERTS, decoders.read_qwen3_moe, decoders.write_qwen3_moe),
+    Family("gemma", "GemmaForCausalLM", names.LLAMA, decoders.read_gemma, decoders.write_gemma),
+    Family("gemma2", "Gemma2ForCausalLM", names.GEMMA_2, decoders.read_gemma2, decoders.write_gemma2),
+    Family("gemma3_text", "Gemma3ForCausalLM", names.GEMMA_2, decoders.read_gemma3, decoders.write_gemma2),
+    Family("phi3", "Phi3ForCausalLM", names.PHI_3, decoders.read_phi3, decoders.write_mistral),
+    Family("gpt_neox", "GPTNeoXForCausalLM", names.GPT_NEOX, decoders.read_neox, decoders.write_neox),
+    Family("olmo2", "Olmo2ForCausalLM", names.GEMMA_2, decoders.read_olmo2, decoders.write_llama),
+    Family("gpt2", "GPT2LMHeadModel", names.GPT_2, decoders.read_gpt2, decoders.write_gpt2),
+    Family("gpt2", "GPT2Model", names.BARE_GPT_2, decoders.read_gpt2, decoders.write_gpt2),
+    Family("bert", "BertForMaskedLM", names.BERT, encoders.read_bert, encoders.write_bert),
+    Family("bert", "BertModel", names.BARE_BERT, encoders.read_bert, encoders.write_bert),
+    Family("roberta", "RobertaForMaskedLM", names.ROBERTA, encoders.read_roberta, encoders.write_roberta),
+    Family("roberta", "RobertaModel", names.BARE_ROBERTA, encoders.read_roberta, encoders.write_roberta),
 )
 
 
-def _renamed(rows: Iterable[Row], names: dict[str, str]) -> tuple[Row, ...]:
-    def rename(name: str) -> str:
-        for old, new in names.items():
-            if name.startswith(old):
-                return new + name.removeprefix(old)
-        return name
-
-    return tuple(replace(row, theirs=tuple(rename(name) for name in row.theirs)) for row in rows)
-
-
-BARE_BERT = _renamed(BERT, {"bert.": ""})
-"""An encoder without an output layer, such as sentence-transformers publishes."""
-
-ROBERTA_UNUSED_POSITIONS = 2
-"""Positions count from the padding id, 1, plus one."""
-
-ROBERTA = tuple(
-    replace(row, layout=skipping_rows(ROBERTA_UNUSED_POSITIONS)) if row.ours == ("position_embed",) else row
-    for row in _renamed(
-        BERT,
-        {
-            "bert.": "roberta.",
-            "cls.predictions.transform.dense": "lm_head.dense",
-            "cls.predictions.transform.LayerNorm": "lm_head.layer_norm",
-            "cls.predictions.decoder": "lm_head.decoder",
-            "cls.predictions.bias": "lm_head.bias",
-        },
-    )
-)
-
-BARE_ROBERTA = _renamed(ROBERTA, {"roberta.": ""})
+def family_of(tree: Tree, where: str, tensors: Collection[str]) -> Family:
+    """Recognise the family of a config.json with its tensors. Raises `UserError` naming one that is not known."""
+    candidates = [family for family in FAMILIES if family.model_type == tree.get("model_type")]
+    for family in candidates:
+        # Some publish the trunk alone, whose tensors then lack a prefix.
+        if family.rows[0].theirs[0] in tensors:
+            return family
+    if candidates:
+        return candidates[0]
+    known = ", ".join(dict.fromkeys(family.model_type for family in FAMILIES))
+    raise UserError(f"{where}: model_type is {tree.get('model_type')!r}; expected one of {known}")
 
 
-def expand(rows: Iterable[Row], c: ModelConfig, parameters: set[str]) -> list[Row]:
-    """Write out the rows of a model that has these parameters, layer by layer and expert by expert.
+def read_config(family: Family, tree: Tree, where: str, tensors: Collection[str] = ()) -> ModelConfig:
+    """Turn a config.json into a `ModelConfig`. Raises `UserError` naming what cannot be honoured."""
+    settings = Settings(tree, where, tensors)
+    try:
+        config = ModelConfig(**family.read(settings))
+    except UserError as error:
+        raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+    settings.finish()
+    return canonical(config)
 
-    Raises `ValueError` naming a parameter that no row, or more than one, accounts for: a fault of the table.
+
+def write_config(c: ModelConfig) -> tuple[Family, Tree]:
+    """Find a family that computes exactly this model; returns it with its config.json.
+
+    Raises `UserError` when there is none: nothing is ever approximated.
     """
-    expanded: list[Row] = []
-    for row in rows:
-        layers = range(c.L) if "{i}" in row.ours[0] else range(1)
-        for i in layers:
-            ours = tuple(name.format(i=i) for name in row.ours)
-            if not parameters & set(ours):
-                continue
-            experts = range(c.E) if "{e}" in row.theirs[0] else range(1)
-            theirs = tuple(name.format(i=i, e=e) for name in row.theirs for e in experts)
-            expanded.append(Row(ours, theirs, row.layout))
-    named = [name for row in expanded for name in row.ours]
-    wrong = sorted(set(named) ^ parameters) or [name for name in named if named.count(name) > 1]
-    if wrong:
-        raise ValueError(f"the table does not account for the parameter {wrong[0]} exactly once")
-    return expanded
+    wanted = canonical(dataclasses.replace(c, remat="none", vocab_size=c.table_rows, vocab_multiple=1))
+    for family in FAMILIES:
+        tree = {"architectures": [family.architecture], "model_type": family.model_type} | family.write(c)
+        tensors = {name for row in family.rows for name in row.theirs} if c.output_bias or c.pooler else set()
+        try:
+            if read_config(family, tree, "config.json", tensors) == wanted:
+                return family, tree
+        except UserError:
+            continue
+    raise UserError(
+        "no family of published models computes this one exactly, so there is no config.json for it;"
+        f" the families are {', '.join(family.architecture for family in FAMILIES)}"
+    )
+
+
+def canonical(c: ModelConfig) -> ModelConfig:
+    """The same model, each setting that follows from others left to them, so that equal models are equal configs."""
+    kinds = c.kinds
+    period = next(n for n in range(1, c.L + 1) if all(kinds[i] == kinds[i % n] for i in range(c.L)))
+    return dataclasses.replace(
+        c,
+        num_kv_heads=None if c.K == c.N else c.K,
+        head_dim=None if c.N * c.H == c.D else c.H,
+        query_scale=None if c.query_scale is None or abs(c.query_scale * c.H**0.5 - 1) < 1e-12 else c.query_scale,
+        layer_pattern=kinds[:period],
+    )

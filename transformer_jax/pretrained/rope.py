@@ -3,7 +3,7 @@
 from typing import Any
 
 from transformer_jax.architecture import ModelConfig, RopeScaling
-from transformer_jax.pretrained.settings import Settings
+from transformer_jax.pretrained.config_reader import Settings
 
 Tree = dict[str, Any]
 

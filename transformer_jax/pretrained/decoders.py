@@ -1,84 +1,22 @@
-"""A family's config.json to a `ModelConfig`, and back; what cannot be honoured exactly is refused."""
+"""The config.json of each family of decoders, as fields of a `ModelConfig`, and back."""
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from transformer_jax.architecture import LayerKind, ModelConfig
-from transformer_jax.errors import UserError
-from transformer_jax.pretrained import families
-from transformer_jax.pretrained.families import Row
+from transformer_jax.pretrained.config_reader import (
+    ACTIVATIONS,
+    THEIR_ACTIVATIONS,
+    Settings,
+    read_activation,
+    read_dtype,
+)
 from transformer_jax.pretrained.rope import read_rope, write_rope
-from transformer_jax.pretrained.settings import Settings
 
 Tree = dict[str, Any]
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-}
-"""Their names of activations to ours."""
-
-THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 KINDS: dict[str, LayerKind] = {"full_attention": "global", "sliding_attention": "local"}
 THEIR_KINDS = {ours: theirs for theirs, ours in KINDS.items()}
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one kind of published model is described and stored."""
-
-    model_type: str
-    architecture: str
-    """The class of transformers that computes it."""
-    rows: tuple[Row, ...]
-    read: Callable[[Settings], Tree]
-    """From a config.json to fields of `ModelConfig`."""
-    write: Callable[[ModelConfig], Tree]
-    """From a model of this family to a config.json, without the names of the family."""
-
-
-def read_config(family: Family, tree: Tree, where: str) -> ModelConfig:
-    """Turn a config.json into a `ModelConfig`. Raises `UserError` naming what cannot be honoured."""
-    settings = Settings(tree, where)
-    try:
-        config = ModelConfig(**family.read(settings))
-    except UserError as error:
-        raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
-    settings.finish()
-    return canonical(config)
-
-
-def canonical(c: ModelConfig) -> ModelConfig:
-    """The same model, each setting that follows from others left to them, so that equal models are equal configs."""
-    kinds = c.kinds
-    period = next(n for n in range(1, c.L + 1) if all(kinds[i] == kinds[i % n] for i in range(c.L)))
-    return dataclasses.replace(
-        c,
-        num_kv_heads=None if c.K == c.N else c.K,
-        head_dim=None if c.N * c.H == c.D else c.H,
-        query_scale=None if c.query_scale is None or abs(c.query_scale * c.H**0.5 - 1) < 1e-12 else c.query_scale,
-        layer_pattern=kinds[:period],
-    )
-
-
-def read_activation(settings: Settings, name: str, default: str) -> str:
-    found = settings.take(name, default)
-    if found not in ACTIVATIONS:
-        raise settings.refuse(name, "one of " + ", ".join(ACTIVATIONS))
-    return ACTIVATIONS[found]
-
-
-def read_dtype(settings: Settings) -> str:
-    """bfloat16 where the weights are; everything else computes in float32."""
-    found = settings.take("dtype", settings.take("torch_dtype", "float32"))
-    return "bfloat16" if found == "bfloat16" else "float32"
 
 
 def _read_sizes(settings: Settings, *, tied: bool, eps: float) -> Tree:
@@ -143,7 +81,7 @@ def _write_layers(c: ModelConfig) -> Tree:
     return {"layer_types": [THEIR_KINDS[kind] for kind in c.kinds], "sliding_window": c.window}
 
 
-def _read_llama(settings: Settings) -> Tree:
+def read_llama(settings: Settings) -> Tree:
     fields = _read_sizes(settings, tied=False, eps=1e-6) | read_rope(settings)
     return fields | {
         "activation": read_activation(settings, "hidden_act", "silu"),
@@ -152,32 +90,32 @@ def _read_llama(settings: Settings) -> Tree:
     }
 
 
-def _write_llama(c: ModelConfig) -> Tree:
+def write_llama(c: ModelConfig) -> Tree:
     return _write_sizes(c) | write_rope(c) | {"attention_bias": c.attention_bias == "all", "mlp_bias": c.mlp_bias}
 
 
-def _read_mistral(settings: Settings) -> Tree:
+def read_mistral(settings: Settings) -> Tree:
     fields = _read_sizes(settings, tied=False, eps=1e-6) | read_rope(settings)
     fields |= _read_layers(settings, fields, old=lambda layer: True)
     return fields | {"activation": read_activation(settings, "hidden_act", "silu")}
 
 
-def _write_mistral(c: ModelConfig) -> Tree:
+def write_mistral(c: ModelConfig) -> Tree:
     return _write_sizes(c) | write_rope(c) | {"sliding_window": c.window}
 
 
-def _read_mixtral(settings: Settings) -> Tree:
-    return _read_mistral(settings) | {
+def read_mixtral(settings: Settings) -> Tree:
+    return read_mistral(settings) | {
         "num_experts": settings.take("num_local_experts", 8),
         "experts_per_token": settings.take("num_experts_per_tok", 2),
     }
 
 
-def _write_mixtral(c: ModelConfig) -> Tree:
-    return _write_mistral(c) | {"num_local_experts": c.E, "num_experts_per_tok": c.experts_per_token}
+def write_mixtral(c: ModelConfig) -> Tree:
+    return write_mistral(c) | {"num_local_experts": c.E, "num_experts_per_tok": c.experts_per_token}
 
 
-def _read_qwen2(settings: Settings) -> Tree:
+def read_qwen2(settings: Settings) -> Tree:
     fields = _read_sizes(settings, tied=False, eps=1e-6) | read_rope(settings)
     first_local = settings.take("max_window_layers", 28)
     uses_window = settings.take("use_sliding_window", False)
@@ -185,7 +123,7 @@ def _read_qwen2(settings: Settings) -> Tree:
     return fields | {"activation": read_activation(settings, "hidden_act", "silu"), "attention_bias": "qkv"}
 
 
-def _write_qwen2(c: ModelConfig) -> Tree:
+def write_qwen2(c: ModelConfig) -> Tree:
     return (
         {name: value for name, value in _write_sizes(c).items() if name != "head_dim"}
         | write_rope(c)
@@ -194,19 +132,19 @@ def _write_qwen2(c: ModelConfig) -> Tree:
     )
 
 
-def _read_qwen3(settings: Settings) -> Tree:
+def read_qwen3(settings: Settings) -> Tree:
     biased = settings.take("attention_bias", False)
-    return _read_qwen2(settings) | {"attention_bias": "all" if biased else "none", "qk_norm": "head"}
+    return read_qwen2(settings) | {"attention_bias": "all" if biased else "none", "qk_norm": "head"}
 
 
-def _write_qwen3(c: ModelConfig) -> Tree:
-    return _write_qwen2(c) | {"head_dim": c.H, "attention_bias": c.attention_bias == "all"}
+def write_qwen3(c: ModelConfig) -> Tree:
+    return write_qwen2(c) | {"head_dim": c.H, "attention_bias": c.attention_bias == "all"}
 
 
-def _read_qwen3_moe(settings: Settings) -> Tree:
+def read_qwen3_moe(settings: Settings) -> Tree:
     settings.expect("decoder_sparse_step", 1)
     settings.expect("mlp_only_layers", [])
-    fields = _read_qwen3(settings)
+    fields = read_qwen3(settings)
     settings.take("intermediate_size", None)
     return fields | {
         "d_ff": settings.take("moe_intermediate_size"),
@@ -216,8 +154,8 @@ def _read_qwen3_moe(settings: Settings) -> Tree:
     }
 
 
-def _write_qwen3_moe(c: ModelConfig) -> Tree:
-    return _write_qwen3(c) | {
+def write_qwen3_moe(c: ModelConfig) -> Tree:
+    return write_qwen3(c) | {
         "moe_intermediate_size": c.F,
         "num_experts": c.E,
         "num_experts_per_tok": c.experts_per_token,
@@ -227,7 +165,7 @@ def _write_qwen3_moe(c: ModelConfig) -> Tree:
     }
 
 
-def _read_gemma(settings: Settings) -> Tree:
+def read_gemma(settings: Settings) -> Tree:
     fields = _read_sizes(settings, tied=True, eps=1e-6) | read_rope(settings)
     settings.expect("use_bidirectional_attention", False)
     old = settings.take("hidden_act", "gelu_pytorch_tanh")
@@ -243,12 +181,12 @@ def _read_gemma(settings: Settings) -> Tree:
     }
 
 
-def _write_gemma(c: ModelConfig) -> Tree:
+def write_gemma(c: ModelConfig) -> Tree:
     return _write_sizes(c) | write_rope(c) | {"attention_bias": c.attention_bias == "all"}
 
 
-def _read_gemma2(settings: Settings) -> Tree:
-    fields = _read_gemma(settings)
+def read_gemma2(settings: Settings) -> Tree:
+    fields = read_gemma(settings)
     return (
         fields
         | _read_layers(settings, fields, old=lambda layer: layer % 2 == 0)
@@ -261,8 +199,8 @@ def _read_gemma2(settings: Settings) -> Tree:
     )
 
 
-def _write_gemma2(c: ModelConfig) -> Tree:
-    tree = _write_gemma(c) | _write_layers(c)
+def write_gemma2(c: ModelConfig) -> Tree:
+    tree = write_gemma(c) | _write_layers(c)
     activation = tree.pop("hidden_act")
     scale = c.H**-0.5 if c.query_scale is None else c.query_scale
     return tree | {
@@ -273,21 +211,21 @@ def _write_gemma2(c: ModelConfig) -> Tree:
     }
 
 
-def _read_gemma3(settings: Settings) -> Tree:
+def read_gemma3(settings: Settings) -> Tree:
     every = settings.take("sliding_window_pattern", settings.take("_sliding_window_pattern", 6))
-    fields = _read_gemma2(settings)
+    fields = read_gemma2(settings)
     if "layer_types" not in settings:
         fields |= _read_layers(settings, fields, old=lambda layer: (layer + 1) % every != 0)
     return fields | {"qk_norm": "head"}
 
 
-def _read_phi3(settings: Settings) -> Tree:
+def read_phi3(settings: Settings) -> Tree:
     # The context before scaling; it counts for "longrope" alone, which is refused with the rope's settings.
     settings.take("original_max_position_embeddings", None)
-    return _read_mistral(settings)
+    return read_mistral(settings)
 
 
-def _read_neox(settings: Settings) -> Tree:
+def read_neox(settings: Settings) -> Tree:
     settings.expect("num_key_value_heads", settings.take("num_attention_heads"))
     fields = _read_sizes(settings, tied=False, eps=1e-5) | read_rope(settings, fraction=0.25)
     return fields | {
@@ -304,7 +242,7 @@ def _read_neox(settings: Settings) -> Tree:
     }
 
 
-def _write_neox(c: ModelConfig) -> Tree:
+def write_neox(c: ModelConfig) -> Tree:
     dropped = ("num_key_value_heads", "rms_norm_eps", "head_dim")
     return {
         **{name: value for name, value in _write_sizes(c).items() if name not in dropped},
@@ -316,15 +254,15 @@ def _write_neox(c: ModelConfig) -> Tree:
     }
 
 
-def _read_olmo2(settings: Settings) -> Tree:
-    return _read_llama(settings) | {
+def read_olmo2(settings: Settings) -> Tree:
+    return read_llama(settings) | {
         "norm_eps": settings.take("rms_norm_eps", 1e-5),
         "residual": "branch",
         "qk_norm": "projection",
     }
 
 
-def _read_gpt2(settings: Settings) -> Tree:
+def read_gpt2(settings: Settings) -> Tree:
     settings.expect("scale_attn_weights", True)
     settings.expect("scale_attn_by_inverse_layer_idx", False)
     width = settings.take("n_embd", 768)
@@ -350,7 +288,7 @@ def _read_gpt2(settings: Settings) -> Tree:
     }
 
 
-def _write_gpt2(c: ModelConfig) -> Tree:
+def write_gpt2(c: ModelConfig) -> Tree:
     return {
         "vocab_size": c.table_rows,
         "n_positions": c.max_seq_len,
@@ -366,63 +304,3 @@ def _write_gpt2(c: ModelConfig) -> Tree:
         "attn_pdrop": c.attention_dropout,
         "dtype": c.dtype,
     }
-
-
-def _read_bert(settings: Settings) -> Tree:
-    settings.expect("position_embedding_type", "absolute")
-    settings.expect("is_decoder", False)
-    return {
-        "vocab_size": settings.take("vocab_size"),
-        "max_seq_len": settings.take("max_position_embeddings"),
-        "num_layers": settings.take("num_hidden_layers"),
-        "d_model": settings.take("hidden_size"),
-        "d_ff": settings.take("intermediate_size"),
-        "num_heads": settings.take("num_attention_heads"),
-        "attention": "bidirectional",
-        "positions": "learned",
-        "residual": "post",
-        "norm": "layernorm",
-        "norm_bias": True,
-        "norm_eps": settings.take("layer_norm_eps", 1e-12),
-        "embedding_norm": True,
-        "mlp": "plain",
-        "mlp_bias": True,
-        "attention_bias": "all",
-        "output_bias": True,
-        "output_transform": True,
-        "activation": read_activation(settings, "hidden_act", "gelu"),
-        "num_token_types": settings.take("type_vocab_size", 2),
-        "tie_embeddings": settings.take("tie_word_embeddings", True),
-        "dropout": settings.take("hidden_dropout_prob", 0.1),
-        "attention_dropout": settings.take("attention_probs_dropout_prob", 0.1),
-        "dtype": read_dtype(settings),
-    }
-
-
-def _write_bert(c: ModelConfig) -> Tree:
-    return {
-        "vocab_size": c.table_rows,
-        "max_position_embeddings": c.max_seq_len,
-        "num_hidden_layers": c.L,
-        "hidden_size": c.D,
-        "intermediate_size": c.F,
-        "num_attention_heads": c.N,
-        "layer_norm_eps": c.norm_eps,
-        "hidden_act": THEIR_ACTIVATIONS[c.activation],
-        "type_vocab_size": c.num_token_types,
-        "tie_word_embeddings": c.tie_embeddings,
-        "hidden_dropout_prob": c.dropout,
-        "attention_probs_dropout_prob": c.attention_dropout,
-        "dtype": c.dtype,
-    }
-
-
-def _read_roberta(settings: Settings) -> Tree:
-    fields = _read_bert(settings)
-    settings.expect("pad_token_id", families.ROBERTA_UNUSED_POSITIONS - 1)
-    return fields | {"max_seq_len": fields["max_seq_len"] - families.ROBERTA_UNUSED_POSITIONS}
-
-
-def _write_roberta(c: ModelConfig) -> Tree:
-    unused = families.ROBERTA_UNUSED_POSITIONS
-    return _write_bert(c) | {"max_position_embeddings": c.max_seq_len + unused, "pad_token_id": unused - 1}

@@ -1,0 +1,152 @@
+"""Reading a config.json so that nothing in it is overlooked, and what all families call by the same names."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from transformer_jax.errors import UserError
+
+REQUIRED: Any = object()
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "_name_or_path",
+        "_sliding_window_pattern",
+        "add_cross_attention",
+        "architectures",
+        "attn_implementation",
+        "attn_pdrop",
+        "auto_map",
+        "bos_token_id",
+        "cache_implementation",
+        "classifier_dropout",
+        "classifier_dropout_prob",
+        "dtype",
+        "embd_pdrop",
+        "eos_token_id",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+        "hidden_dropout",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "is_llama_config",
+        "label2id",
+        "max_length",
+        "model_type",
+        "n_ctx",
+        "n_special",
+        "num_labels",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "position_embedding_type",
+        "predict_special_tokens",
+        "pretraining_tp",
+        "problem_type",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "return_dict",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "sep_token_id",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "unk_token_id",
+        "use_cache",
+        "use_return_dict",
+    }
+)
+"""Settings that change nothing about what a model computes when it is not being trained."""
+
+
+class Settings:
+    """The settings of a config.json; each is taken once, and what is left in the end is refused."""
+
+    def __init__(self, tree: Mapping[str, Any], where: str, tensors: Collection[str] = ()) -> None:
+        self._tree, self._where = tree, where
+        self.tensors = frozenset(tensors)
+        """Names of the tensors that the config describes: some settings follow from what is there."""
+        self._taken: set[str] = set()
+
+    def take(self, name: str, default: Any = REQUIRED) -> Any:
+        """The value of a setting, or the default where it is absent or null."""
+        self._taken.add(name)
+        value = self._tree.get(name)
+        if value is not None:
+            return value
+        if default is REQUIRED:
+            raise UserError(f"{self._where}: the setting {name!r} is missing")
+        return default
+
+    def expect(self, name: str, *values: Any) -> None:
+        """Refuse a setting unless it is absent, null, or one of the values that this version can honour."""
+        found = self.take(name, None)
+        if found is not None and found not in values:
+            expected = " or ".join(repr(value) for value in values)
+            raise UserError(f"{self._where}: {name} is {found!r}; this version can honour {expected} alone")
+
+    def refuse(self, name: str, expected: str) -> UserError:
+        """The error about a setting whose value cannot be honoured."""
+        return UserError(f"{self._where}: {name} is {self._tree.get(name)!r}; expected {expected}")
+
+    def section(self, name: str) -> "Settings | None":
+        """A setting that is itself a mapping of settings."""
+        value = self.take(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.refuse(name, "an object")
+        return Settings(value, f"{self._where}: {name}")
+
+    def __contains__(self, name: str) -> bool:
+        return self._tree.get(name) is not None
+
+    def finish(self) -> None:
+        """Refuse what nobody took, unless it is known to be without effect, or says nothing."""
+        for name, value in self._tree.items():
+            if name not in self._taken | WITHOUT_EFFECT and value not in (None, False, [], {}, ""):
+                raise UserError(
+                    f"{self._where}: {name} is {value!r}, a setting that this version does not know; remove it from the"
+                    " file if it changes nothing about what the model computes"
+                )
+
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""Their names of activations to ours."""
+
+THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+
+
+def read_activation(settings: Settings, name: str, default: str) -> str:
+    found = settings.take(name, default)
+    if found not in ACTIVATIONS:
+        raise settings.refuse(name, "one of " + ", ".join(ACTIVATIONS))
+    return ACTIVATIONS[found]
+
+
+def read_dtype(settings: Settings) -> str:
+    """bfloat16 where the weights are; everything else computes in float32."""
+    found = settings.take("dtype", settings.take("torch_dtype", "float32"))
+    return "bfloat16" if found == "bfloat16" else "float32"

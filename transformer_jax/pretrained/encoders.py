@@ -1,0 +1,72 @@
+"""The config.json of each family of encoders, as fields of a `ModelConfig`, and back."""
+
+from typing import Any
+
+from transformer_jax.architecture import ModelConfig
+from transformer_jax.pretrained.config_reader import THEIR_ACTIVATIONS, Settings, read_activation, read_dtype
+from transformer_jax.pretrained.names import ROBERTA_UNUSED_POSITIONS
+
+Tree = dict[str, Any]
+
+
+def read_bert(settings: Settings) -> Tree:
+    has_output = any(name.startswith(("cls.", "lm_head.")) for name in settings.tensors)
+    has_pooler = any("pooler.dense." in name for name in settings.tensors)
+    settings.expect("position_embedding_type", "absolute")
+    settings.expect("is_decoder", False)
+    return {
+        "vocab_size": settings.take("vocab_size"),
+        "max_seq_len": settings.take("max_position_embeddings"),
+        "num_layers": settings.take("num_hidden_layers"),
+        "d_model": settings.take("hidden_size"),
+        "d_ff": settings.take("intermediate_size"),
+        "num_heads": settings.take("num_attention_heads"),
+        "attention": "bidirectional",
+        "positions": "learned",
+        "residual": "post",
+        "norm": "layernorm",
+        "norm_bias": True,
+        "norm_eps": settings.take("layer_norm_eps", 1e-12),
+        "embedding_norm": True,
+        "mlp": "plain",
+        "mlp_bias": True,
+        "attention_bias": "all",
+        "output_bias": has_output,
+        "output_transform": has_output,
+        "pooler": has_pooler,
+        "activation": read_activation(settings, "hidden_act", "gelu"),
+        "num_token_types": settings.take("type_vocab_size", 2),
+        "tie_embeddings": settings.take("tie_word_embeddings", True),
+        "dropout": settings.take("hidden_dropout_prob", 0.1),
+        "attention_dropout": settings.take("attention_probs_dropout_prob", 0.1),
+        "dtype": read_dtype(settings),
+    }
+
+
+def write_bert(c: ModelConfig) -> Tree:
+    return {
+        "vocab_size": c.table_rows,
+        "max_position_embeddings": c.max_seq_len,
+        "num_hidden_layers": c.L,
+        "hidden_size": c.D,
+        "intermediate_size": c.F,
+        "num_attention_heads": c.N,
+        "layer_norm_eps": c.norm_eps,
+        "hidden_act": THEIR_ACTIVATIONS[c.activation],
+        "type_vocab_size": c.num_token_types,
+        "tie_word_embeddings": c.tie_embeddings,
+        "hidden_dropout_prob": c.dropout,
+        "attention_probs_dropout_prob": c.attention_dropout,
+        "dtype": c.dtype,
+    }
+
+
+def read_roberta(settings: Settings) -> Tree:
+    fields = read_bert(settings)
+    settings.expect("pad_token_id", ROBERTA_UNUSED_POSITIONS - 1)
+    return fields | {"max_seq_len": fields["max_seq_len"] - ROBERTA_UNUSED_POSITIONS}
+
+
+def write_roberta(c: ModelConfig) -> Tree:
+    unused = ROBERTA_UNUSED_POSITIONS
+    return write_bert(c) | {"max_position_embeddings": c.max_seq_len + unused, "pad_token_id": unused - 1}
