@@ -139,7 +139,14 @@ MODELS = {
         "GPTNeoXForCausalLM",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}},
     ),
-    "gpt-neox-sequential": ("GPTNeoXForCausalLM", {"use_parallel_residual": False, "hidden_act": "gelu_new"}),
+    "gpt-neox-sequential": (
+        "GPTNeoXForCausalLM",
+        {
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_new",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
+        },
+    ),
     "olmo2": ("Olmo2ForCausalLM", {}),
     "bert": ("BertForMaskedLM", {"type_vocab_size": 2}),
     "bert-bare": ("BertModel", {"type_vocab_size": 2}),

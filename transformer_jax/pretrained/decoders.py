@@ -94,8 +94,8 @@ def write_llama(c: ModelConfig) -> Tree:
     return _write_sizes(c) | write_rope(c) | {"attention_bias": c.attention_bias == "all", "mlp_bias": c.mlp_bias}
 
 
-def read_mistral(settings: Settings) -> Tree:
-    fields = _read_sizes(settings, tied=False, eps=1e-6) | read_rope(settings)
+def read_mistral(settings: Settings, *, fraction: float | None = None) -> Tree:
+    fields = _read_sizes(settings, tied=False, eps=1e-6) | read_rope(settings, fraction=fraction)
     fields |= _read_layers(settings, fields, old=lambda layer: True)
     return fields | {"activation": read_activation(settings, "hidden_act", "silu")}
 
@@ -222,7 +222,7 @@ def read_gemma3(settings: Settings) -> Tree:
 def read_phi3(settings: Settings) -> Tree:
     # The context before scaling; it counts for "longrope" alone, which is refused with the rope's settings.
     settings.take("original_max_position_embeddings", None)
-    return read_mistral(settings)
+    return read_mistral(settings, fraction=1.0)
 
 
 def read_neox(settings: Settings) -> Tree:

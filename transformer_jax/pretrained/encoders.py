@@ -3,6 +3,7 @@
 from typing import Any
 
 from transformer_jax.architecture import ModelConfig
+from transformer_jax.errors import UserError
 from transformer_jax.pretrained.config_reader import THEIR_ACTIVATIONS, Settings, read_activation, read_dtype
 from transformer_jax.pretrained.names import ROBERTA_UNUSED_POSITIONS
 
@@ -44,6 +45,14 @@ def read_bert(settings: Settings) -> Tree:
 
 
 def write_bert(c: ModelConfig) -> Tree:
+    """Of a model with an output layer."""
+    if not c.output_transform:
+        raise UserError("the model has no output layer")
+    return write_bare_bert(c)
+
+
+def write_bare_bert(c: ModelConfig) -> Tree:
+    """Of a model without one, or apart from it."""
     return {
         "vocab_size": c.table_rows,
         "max_position_embeddings": c.max_seq_len,
@@ -68,5 +77,9 @@ def read_roberta(settings: Settings) -> Tree:
 
 
 def write_roberta(c: ModelConfig) -> Tree:
+    return write_bert(c) | write_bare_roberta(c)
+
+
+def write_bare_roberta(c: ModelConfig) -> Tree:
     unused = ROBERTA_UNUSED_POSITIONS
-    return write_bert(c) | {"max_position_embeddings": c.max_seq_len + unused, "pad_token_id": unused - 1}
+    return write_bare_bert(c) | {"max_position_embeddings": c.max_seq_len + unused, "pad_token_id": unused - 1}

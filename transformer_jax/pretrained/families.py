@@ -46,9 +46,9 @@ FAMILIES = (
     Family("gpt2", "GPT2LMHeadModel", names.GPT_2, decoders.read_gpt2, decoders.write_gpt2),
     Family("gpt2", "GPT2Model", names.BARE_GPT_2, decoders.read_gpt2, decoders.write_gpt2),
     Family("bert", "BertForMaskedLM", names.BERT, encoders.read_bert, encoders.write_bert),
-    Family("bert", "BertModel", names.BARE_BERT, encoders.read_bert, encoders.write_bert),
+    Family("bert", "BertModel", names.BARE_BERT, encoders.read_bert, encoders.write_bare_bert),
     Family("roberta", "RobertaForMaskedLM", names.ROBERTA, encoders.read_roberta, encoders.write_roberta),
-    Family("roberta", "RobertaModel", names.BARE_ROBERTA, encoders.read_roberta, encoders.write_roberta),
+    Family("roberta", "RobertaModel", names.BARE_ROBERTA, encoders.read_roberta, encoders.write_bare_roberta),
 )
 
 
@@ -76,16 +76,16 @@ def read_config(family: Family, tree: Tree, where: str, tensors: Collection[str]
     return canonical(config)
 
 
-def write_config(c: ModelConfig) -> tuple[Family, Tree]:
-    """Find a family that computes exactly this model; returns it with its config.json.
+def write_config(c: ModelConfig, prefer: str | None = None) -> tuple[Family, Tree]:
+    """Find a family that computes exactly this model, of several the one of model_type `prefer`, with its config.json.
 
     Raises `UserError` when there is none: nothing is ever approximated.
     """
     wanted = canonical(dataclasses.replace(c, remat="none", vocab_size=c.table_rows, vocab_multiple=1))
-    for family in FAMILIES:
-        tree = {"architectures": [family.architecture], "model_type": family.model_type} | family.write(c)
-        tensors = {name for row in family.rows for name in row.theirs} if c.output_bias or c.pooler else set()
+    for family in sorted(FAMILIES, key=lambda family: family.model_type != prefer):
+        tensors = [row.theirs[0] for row in family.rows if _has(c, row)]
         try:
+            tree = {"architectures": [family.architecture], "model_type": family.model_type} | family.write(c)
             if read_config(family, tree, "config.json", tensors) == wanted:
                 return family, tree
         except UserError:
@@ -94,6 +94,12 @@ def write_config(c: ModelConfig) -> tuple[Family, Tree]:
         "no family of published models computes this one exactly, so there is no config.json for it;"
         f" the families are {', '.join(family.architecture for family in FAMILIES)}"
     )
+
+
+def _has(c: ModelConfig, row: Row) -> bool:
+    """Whether the model has the optional part of an encoder that a row belongs to."""
+    part = row.ours[0].partition("/")[0]
+    return {"pooler": c.pooler, "transform": c.output_transform, "output_bias": c.output_bias}.get(part, False)
 
 
 def canonical(c: ModelConfig) -> ModelConfig:

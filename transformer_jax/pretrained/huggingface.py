@@ -1,9 +1,12 @@
 """Folders of safetensors and config.json, as Hugging Face's hub holds them: in, and out."""
 
+import dataclasses
 import json
+import os
 import re
+import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +17,10 @@ import numpy as np
 from transformer_jax.architecture import DType, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Params, build
-from transformer_jax.pretrained.families import Family, family_of, read_config
+from transformer_jax.pretrained.families import Family, family_of, read_config, write_config
 from transformer_jax.pretrained.names import Row, expand
 from transformer_jax.pretrained.safetensors import StoredTensor, open_folder
+from transformer_jax.text.tokenizer import Tokenizer
 
 DERIVED = re.compile(r"rotary_emb\.inv_freq$|embeddings\.position_ids$|\.(attn|attention)\.(masked_)?bias$")
 """Tensors of older files that follow from the config."""
@@ -27,11 +31,17 @@ TIED = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight", 
 TIED_BIASES = ("cls.predictions.decoder.bias", "lm_head.decoder.bias")
 
 
+SHARD_BYTES = 4 * 2**30
+"""Size from which on a folder gets several files."""
+
+
 class Pretrained(NamedTuple):
     """A model that somebody else trained."""
 
     config: ModelConfig
     params: Params
+    family: str
+    """What the model's config.json calls its kind."""
 
 
 def load_folder(folder: Path, dtype: DType | None = None) -> Pretrained:
@@ -46,16 +56,14 @@ def load_folder(folder: Path, dtype: DType | None = None) -> Pretrained:
     family = family_of(tree, str(path), tensors)
     config = read_config(family, tree, str(path), tensors)
     if dtype is not None:
-        config = config.__class__(**{**config.__dict__, "dtype": dtype})
-    return Pretrained(config, read_params(family, config, tensors, folder))
+        config = dataclasses.replace(config, dtype=dtype)
+    return Pretrained(config, read_params(family, config, tensors, folder), family.model_type)
 
 
 def read_params(family: Family, c: ModelConfig, tensors: Mapping[str, StoredTensor], folder: Path) -> Params:
     """Make the parameter tree from the tensors, row by row of the family's table."""
     shapes = jax.eval_shape(build(c).init, jax.random.key(0))
-    leaves = {
-        jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in jax.tree.leaves_with_path(shapes)
-    }
+    leaves = _by_path(shapes)
     rows = expand(family.rows, c, set(leaves))
     _check_tensors(rows, c, leaves, tensors, folder)
     arrays: dict[str, Any] = {}
@@ -64,6 +72,10 @@ def read_params(family: Family, c: ModelConfig, tensors: Mapping[str, StoredTens
         for name, array in zip(row.ours, made, strict=True):
             arrays[name] = array.astype(c.dtype if array.ndim >= 2 else jnp.float32)
     return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name in leaves])
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(at, simple=True, separator="/"): x for at, x in jax.tree.leaves_with_path(tree)}
 
 
 def _check_tensors(
@@ -106,6 +118,78 @@ def _warn_of_untied(tensors: Mapping[str, StoredTensor], table: str) -> None:
                 f"{tensors[name].path}: {name!r} is not the embedding table, but config.json ties them: it is not used",
                 stacklevel=2,
             )
+
+
+def save_folder(
+    folder: Path, c: ModelConfig, params: Params, tokenizer: Tokenizer | None = None, *, prefer: str | None = None
+) -> None:
+    """Write a model, with its tokenizer, as a new folder that transformers loads.
+
+    Tensors have the precision of the parameters given. Raises `UserError` when no family computes this model exactly
+    (of several the one called `prefer` is taken), or when the folder exists already.
+    """
+    family, settings = write_config(c, prefer)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
+    if folder.exists():
+        raise UserError(f"{folder} exists already; name a folder to make")
+    try:
+        temporary.mkdir(parents=True)
+        _write_tensors(temporary, tensors_of(family, c, params))
+        control = {} if tokenizer is None else {"eos_token_id": tokenizer.end_of_text}
+        write_json(temporary / "config.json", {**settings, **control})
+        write_json(temporary / "generation_config.json", control)
+        if tokenizer is not None:
+            tokenizer.save(temporary / "tokenizer.json")
+            name = tokenizer.end_of_text_name
+            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name, "pad_token": name}
+            write_json(temporary / "tokenizer_config.json", settings)
+        temporary.rename(folder)
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written ({error.strerror}); make room, or choose another") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def tensors_of(family: Family, c: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+    """Make the tensors of the family's table from the parameters, one row at a time."""
+    arrays = _by_path(params)
+    for row in expand(family.rows, c, set(arrays)):
+        theirs = row.layout.write(c, [arrays[name] for name in row.ours])
+        for name, tensor in zip(row.theirs, theirs, strict=True):
+            yield name, np.asarray(tensor)
+
+
+def _write_tensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+    """Write files of at most SHARD_BYTES, so that no more is held twice, and an index where there are several."""
+    from safetensors.numpy import save_file
+
+    places: dict[str, str] = {}
+    shard: dict[str, np.ndarray] = {}
+    total = held = 0
+
+    def write_shard() -> None:
+        name = f"model-{len(set(places.values())) + 1:05d}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        places.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, tensor in tensors:
+        if shard and held + tensor.nbytes > SHARD_BYTES:
+            write_shard()
+            held = 0
+        shard[name] = np.ascontiguousarray(tensor)
+        held += tensor.nbytes
+        total += tensor.nbytes
+    write_shard()
+    if len(set(places.values())) == 1:
+        (folder / "model-00001.safetensors").rename(folder / "model.safetensors")
+    else:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def write_json(path: Path, tree: Any) -> None:
+    path.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> dict[str, Any]:

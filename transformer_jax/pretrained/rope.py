@@ -22,11 +22,14 @@ OF_KIND = {
 """Settings that a kind has besides its factor and the original context; they have the same names here and there."""
 
 
-def read_rope(settings: Settings, *, fraction: float = 1.0) -> Tree:
-    """The rotary fields of a `ModelConfig`. Raises `UserError` for a type or a setting that is not known."""
+def read_rope(settings: Settings, *, fraction: float | None = None) -> Tree:
+    """The rotary fields of a `ModelConfig`. Raises `UserError` for a type or a setting that is not known.
+
+    `fraction` is the part of a head that is rotated unless the file says otherwise; without it the family rotates all.
+    """
     longest = settings.take("max_position_embeddings")
     theta = settings.take("rope_theta", settings.take("rotary_emb_base", 10_000.0))
-    part = settings.take("partial_rotary_factor", settings.take("rotary_pct", fraction))
+    part = 1.0 if fraction is None else settings.take("partial_rotary_factor", settings.take("rotary_pct", fraction))
     local_theta = settings.take("rope_local_base_freq", None)
     settings.expect("rope_interleaved", False)
     rope = settings.section("rope_parameters")
@@ -41,7 +44,10 @@ def read_rope(settings: Settings, *, fraction: float = 1.0) -> Tree:
         rope = rope_global
     scaling, reach = RopeScaling(), longest
     if rope is not None:
-        theta, part = rope.take("rope_theta", theta), rope.take("partial_rotary_factor", part)
+        theta = rope.take("rope_theta", theta)
+        if fraction is None:
+            rope.expect("partial_rotary_factor", 1.0)
+        part = rope.take("partial_rotary_factor", part)
         scaling, reach = _read_scaling(rope, longest)
         rope.finish()
     return {
@@ -90,8 +96,7 @@ def write_rope(c: ModelConfig) -> Tree:
         value = getattr(scaling, name)
         if value is not None:
             rope[name] = value
-    if c.rope_fraction != 1:
-        rope["partial_rotary_factor"] = c.rope_fraction
+    rope["partial_rotary_factor"] = c.rope_fraction
     if c.local_rope_theta is not None:
         local = {"rope_type": "default", "rope_theta": c.local_rope_theta}
         return {

@@ -49,6 +49,8 @@ class Tokenizer:
     """One more than the largest token id."""
     end_of_text: int
     """The id of the control token that stands before each document and after the last; no text is encoded to it."""
+    end_of_text_name: str
+    """The text of that token in the tokenizer.json."""
     encode_fn: Callable[[Sequence[str]], list[Int32[np.ndarray, "tokens"]]] = field(repr=False, compare=False)
     decode_fn: Callable[[list[int]], str] = field(repr=False, compare=False)
 
@@ -93,7 +95,7 @@ def byte_tokenizer() -> Tokenizer:
     def decode(ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    return Tokenizer(_byte_json(), 257, 256, encode, decode)
+    return Tokenizer(_byte_json(), 257, 256, END_OF_TEXT, encode, decode)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -178,6 +180,7 @@ def _wrap(tokenizer: "tokenizers.Tokenizer", where: str) -> Tokenizer:
         json=tokenizer.to_str(pretty=True),
         vocab_size=1 + max(tokenizer.get_vocab(with_added_tokens=True).values()),
         end_of_text=added[name],
+        end_of_text_name=name,
         encode_fn=functools.partial(_encode, tokenizer, name, added[name]),
         decode_fn=tokenizer.decode,
     )
