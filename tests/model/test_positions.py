@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from transformer_jax.architecture import ModelConfig, RopeScaling
-from transformer_jax.model.positions import attention_factor, rope_frequencies, rotate, rotation, sinusoids
+from transformer_jax.model.positions import attention_factor, last_positions, rope_frequencies, rotate, rotation, sinusoids
 
 EIGHT = ModelConfig(vocab_size=2, d_model=8, num_heads=1, rope_theta=100.0)
 
 
 def turn(c, positions, local=False):
     positions = jnp.asarray([positions])
-    return rotation(c, positions, positions.max(axis=1), local)
+    return rotation(c, positions, last_positions(positions, positions, None), local)
 
 
 def test_rotation_depends_on_the_distance_alone():

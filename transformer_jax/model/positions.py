@@ -22,12 +22,12 @@ class Rotation(NamedTuple):
     sin: Float[Array, "B T pairs"]
 
 
-def rotation(c: ModelConfig, positions: Int[Array, "B T"], longest: Int[Array, "B"], local: bool = False) -> Rotation:
+def rotation(c: ModelConfig, positions: Int[Array, "B T"], last: Int[Array, "B T"], local: bool = False) -> Rotation:
     """Turn positions into the angles of the rotary embedding, one for each pair of a head's rotated entries.
 
         angle[b, t, i] = positions[b, t] * frequency[i],    frequency[i] = theta^(-2i / R),    i = 0 ... R/2 - 1
 
-    `c.rope_scaling` changes the frequencies. `longest` is the largest position of each row's whole sequence, which the
+    `c.rope_scaling` changes the frequencies. `last` is the largest position in the sequence of each token, which the
     kind "dynamic" alone depends on.
 
     Reference: Su et al. 2021, "RoFormer", section 3.2.2.
@@ -36,7 +36,7 @@ def rotation(c: ModelConfig, positions: Int[Array, "B T"], longest: Int[Array, "
     if local and c.local_rope_theta is not None:
         theta, scaling = c.local_rope_theta, RopeScaling()
     if scaling.kind == "dynamic":
-        angles = positions[..., None] * _dynamic_frequencies(theta, c.R, scaling, longest)[:, None]
+        angles = positions[..., None] * _dynamic_frequencies(theta, c.R, scaling, last)
     else:
         angles = _angles(positions, rope_frequencies(theta, c.R, scaling))
     factor = attention_factor(scaling)
@@ -74,6 +74,16 @@ def sinusoids(positions: Int[Array, "B T"], D: int) -> Float[Array, "B T D"]:
     angles = _angles(positions, 10_000.0 ** (-np.arange(0, D, 2) / D))
     both = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return both.reshape(*positions.shape, -1)[..., :D]
+
+
+def last_positions(
+    positions: Int[Array, "B T"], k_positions: Int[Array, "B S"], segment_ids: Int[Array, "B T"] | None
+) -> Int[Array, "B T"]:
+    """The largest position in the sequence that each token belongs to: its segment, or its row with what is cached."""
+    if segment_ids is None:
+        return jnp.broadcast_to(k_positions.max(axis=1, keepdims=True), positions.shape)
+    together = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return jnp.where(together, positions[:, None, :], -1).max(axis=2)
 
 
 def rope_frequencies(theta: float, R: int, scaling: RopeScaling) -> Float64[np.ndarray, "pairs"]:
@@ -131,18 +141,18 @@ def _yarn_ramp(theta: float, R: int, scaling: RopeScaling) -> Float64[np.ndarray
 
 
 def _dynamic_frequencies(
-    theta: float, R: int, scaling: RopeScaling, longest: Int[Array, "B"]
-) -> Float[Array, "B pairs"]:
+    theta: float, R: int, scaling: RopeScaling, last: Int[Array, "B T"]
+) -> Float[Array, "B T pairs"]:
     """Frequencies of a base that depends on the length of the sequence.
 
     So beyond the original context no output is causal: a longer sequence rotates all its tokens in another way. Keys
     that are in a cache stay as they were rotated.
     """
     assert scaling.original_max_len is not None
-    length = jnp.maximum(longest + 1, scaling.original_max_len).astype(jnp.float32)
+    length = jnp.maximum(last + 1, scaling.original_max_len).astype(jnp.float32)
     grown = scaling.factor * length / scaling.original_max_len - (scaling.factor - 1)
     exponents = jnp.arange(0, R, 2, dtype=jnp.float32) / R
-    return (theta * grown[:, None] ** (R / (R - 2))) ** -exponents
+    return (theta * grown[..., None] ** (R / (R - 2))) ** -exponents
 
 
 def _angles(positions: Int[Array, "B T"], frequencies: Float64[np.ndarray, "pairs"]) -> Float[Array, "B T pairs"]:

@@ -14,7 +14,7 @@ from transformer_jax.model.cache import KVCache, empty_cache, write_positions
 from transformer_jax.model.experts import Routing
 from transformer_jax.model.layers import ACTIVATIONS, dropout, product_with_table
 from transformer_jax.model.masks import MaskSpec, may_attend
-from transformer_jax.model.positions import rotation, sinusoids
+from transformer_jax.model.positions import last_positions, rotation, sinusoids
 from transformer_jax.sharding import constrain
 
 Params = Any
@@ -114,13 +114,13 @@ class Transformer(nn.Module):
         causal = c.attention == "causal"
         kinds: list[LayerKind] = sorted(set(c.kinds))
         specs = {kind: MaskSpec(causal, c.window if kind == "local" else None) for kind in kinds}
-        longest = k_positions.max(axis=1)
+        last = last_positions(positions, k_positions, segment_ids)
         context = Context(
             may={
                 kind: may_attend(spec, positions, k_positions, segment_ids, segment_ids, prefix_lengths)
                 for kind, spec in specs.items()
             },
-            rotation={kind: rotation(c, positions, longest, kind == "local") for kind in kinds}
+            rotation={kind: rotation(c, positions, last, kind == "local") for kind in kinds}
             if c.positions == "rope"
             else {},
             positions=positions,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from transformer_jax.architecture import LayerKind, ModelConfig
+from transformer_jax.errors import UserError
 from transformer_jax.pretrained.config_reader import (
     ACTIVATIONS,
     THEIR_ACTIVATIONS,
@@ -202,10 +203,12 @@ def read_gemma2(settings: Settings) -> Tree:
 def write_gemma2(c: ModelConfig) -> Tree:
     tree = write_gemma(c) | _write_layers(c)
     activation = tree.pop("hidden_act")
-    scale = c.H**-0.5 if c.query_scale is None else c.query_scale
+    scalar = c.H if c.query_scale is None else c.query_scale**-2
+    if abs(scalar - round(scalar)) > 1e-6 * scalar:
+        raise UserError("Gemma's query scale is one over the root of a whole number")
     return tree | {
         "hidden_activation": activation,
-        "query_pre_attn_scalar": round(scale**-2, 6),
+        "query_pre_attn_scalar": round(scalar),
         "attn_logit_softcapping": c.attention_softcap,
         "final_logit_softcapping": c.logit_softcap,
     }

@@ -35,6 +35,10 @@ SHARD_BYTES = 4 * 2**30
 """Size from which on a folder gets several files."""
 
 
+UNSET_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+"""Said to be nothing, because transformers otherwise assumes ids that a small vocabulary may not have."""
+
+
 class Pretrained(NamedTuple):
     """A model that somebody else trained."""
 
@@ -136,7 +140,7 @@ def save_folder(
         temporary.mkdir(parents=True)
         _write_tensors(temporary, tensors_of(family, c, params))
         control = {} if tokenizer is None else {"eos_token_id": tokenizer.end_of_text}
-        write_json(temporary / "config.json", {**settings, **control})
+        write_json(temporary / "config.json", {**UNSET_TOKENS, **settings, **control})
         write_json(temporary / "generation_config.json", control)
         if tokenizer is not None:
             tokenizer.save(temporary / "tokenizer.json")
