@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from transformer_jax.architecture import ModelConfig, RopeScaling
-from transformer_jax.model.positions import attention_factor, last_positions, rope_frequencies, rotate, rotation, sinusoids
+from transformer_jax.model.positions import (
+    attention_factor,
+    last_positions,
+    rope_frequencies,
+    rotate,
+    rotation,
+    sinusoids,
+)
 
 EIGHT = ModelConfig(vocab_size=2, d_model=8, num_heads=1, rope_theta=100.0)
 

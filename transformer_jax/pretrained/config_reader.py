@@ -103,6 +103,14 @@ class Settings:
         """The error about a setting whose value cannot be honoured."""
         return UserError(f"{self._where}: {name} is {self._tree.get(name)!r}; expected {expected}")
 
+    def within(self, prefix: str) -> "Settings":
+        """The settings whose names begin with a prefix, without it."""
+        return Settings(
+            {name.removeprefix(prefix): value for name, value in self._tree.items() if name.startswith(prefix)},
+            self._where,
+            self.tensors,
+        )
+
     def section(self, name: str) -> "Settings | None":
         """A setting that is itself a mapping of settings."""
         value = self.take(name, None)

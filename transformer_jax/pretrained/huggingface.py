@@ -61,15 +61,15 @@ def load_folder(folder: Path, dtype: DType | None = None) -> Pretrained:
     config = read_config(family, tree, str(path), tensors)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
-    return Pretrained(config, read_params(family, config, tensors, folder), family.model_type)
+    return Pretrained(config, read_params(family.rows, config, tensors, folder), family.model_type)
 
 
-def read_params(family: Family, c: ModelConfig, tensors: Mapping[str, StoredTensor], folder: Path) -> Params:
-    """Make the parameter tree from the tensors, row by row of the family's table."""
+def read_params(table: tuple[Row, ...], c: ModelConfig, tensors: Mapping[str, Any], where: Path) -> Params:
+    """Make the parameter tree from the tensors of a file, row by row of the table."""
     shapes = jax.eval_shape(build(c).init, jax.random.key(0))
     leaves = _by_path(shapes)
-    rows = expand(family.rows, c, set(leaves))
-    _check_tensors(rows, c, leaves, tensors, folder)
+    rows = expand(table, c, set(leaves))
+    _check_tensors(rows, c, leaves, tensors, where)
     arrays: dict[str, Any] = {}
     for row in rows:
         made = row.layout.read(c, [jnp.asarray(tensors[name].read()) for name in row.theirs])

@@ -66,6 +66,32 @@ def _write_by_head(c: ModelConfig, ours: Arrays) -> Arrays:
 JOINED_BY_HEAD = Layout(read=_read_by_head, write=_write_by_head)
 """Query, key and value of the first head, then of the second, and so on (GPT-NeoX)."""
 
+
+def _halves_from_pairs(c: ModelConfig, w: Array) -> Array:
+    heads = w.reshape(-1, c.H // 2, 2, *w.shape[1:])
+    return heads.swapaxes(1, 2).reshape(w.shape)
+
+
+def _pairs_from_halves(c: ModelConfig, w: Array) -> Array:
+    heads = w.reshape(-1, 2, c.H // 2, *w.shape[1:])
+    return heads.swapaxes(1, 2).reshape(w.shape)
+
+
+PAIRED = Layout(
+    read=lambda c, theirs: [_halves_from_pairs(c, w).T for w in theirs],
+    write=lambda c, ours: [_pairs_from_halves(c, w.T) for w in ours],
+)
+"""[out in], each head's rows in the order in which rotary pairs stand side by side (GGUF files of Llama)."""
+
+PLUS_ONE = Layout(read=lambda c, theirs: [w - 1 for w in theirs], write=lambda c, ours: [w + 1 for w in ours])
+"""The scale of a norm that multiplies by 1 + its parameter, with the 1 added (GGUF files of Gemma)."""
+
+STACKED_EXPERTS = Layout(
+    read=lambda c, theirs: [w.swapaxes(1, 2) for w in theirs],
+    write=lambda c, ours: [w.swapaxes(1, 2) for w in ours],
+)
+"""[E out in]."""
+
 EXPERTS = Layout(
     read=lambda c, theirs: [jnp.stack([w.T for w in theirs])],
     write=lambda c, ours: [w.T for w in ours[0]],
