@@ -89,7 +89,7 @@ class TestAnswers:
             own = {name: line[name] for name in ("max_tokens", "temperature", "top_k", "top_p") if name in line}
             settings = dataclasses.replace(DEFAULTS, **own, seed=record["seed"])
             prompt = [TOKENIZER.end_of_text, *TOKENIZER.encode(line["prompt"])]
-            (alone,) = generate(MODEL, PARAMS, [prompt], settings, stop_id=TOKENIZER.end_of_text)
+            (alone,) = generate(MODEL, PARAMS, [prompt], settings, stop_ids=TOKENIZER.stop_ids)
             assert record["completion"] == TOKENIZER.decode(alone.tokens)
             assert record["finish_reason"] == alone.finish_reason
             assert record["completion_tokens"] == len(alone.tokens)

@@ -157,9 +157,9 @@ class TestCompany:
     @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
     def test_batched_is_alone(self, dtype: str):
         model, params = make_model(dtype=dtype)
-        together = generate(model, params, PROMPTS, self.MIX, stop_id=11)
+        together = generate(model, params, PROMPTS, self.MIX, stop_ids=(11,))
         for prompt, config, completion in zip(PROMPTS, self.MIX, together, strict=True):
-            (alone,) = generate(model, params, [prompt], config, stop_id=11)
+            (alone,) = generate(model, params, [prompt], config, stop_ids=(11,))
             assert alone.tokens == completion.tokens
             assert alone.finish_reason == completion.finish_reason
             np.testing.assert_allclose(alone.logprobs, completion.logprobs, atol=1e-5)
@@ -185,10 +185,10 @@ class TestCompany:
         assert len(set(texts)) == 5
 
     def test_pieces_joined_are_the_whole(self, rope: tuple[Model, Params]):
-        whole = generate(*rope, PROMPTS, self.MIX, stop_id=11)
+        whole = generate(*rope, PROMPTS, self.MIX, stop_ids=(11,))
         joined = [Completion([], [], None)] * 4
         counts = []
-        for pieces in stream(*rope, PROMPTS, self.MIX, stop_id=11, block=4):
+        for pieces in stream(*rope, PROMPTS, self.MIX, stop_ids=(11,), block=4):
             counts.append(max(len(piece.tokens) for piece in pieces))
             joined = [done.extended(piece) for done, piece in zip(joined, pieces, strict=True)]
         assert joined == whole
@@ -216,7 +216,7 @@ class TestEnd:
     MODEL, PARAMS = bigram(30, max_seq_len=40), successor_logits(30)
 
     def test_the_stop_token_ends_its_row_and_is_not_in_it(self):
-        completions = generate(self.MODEL, self.PARAMS, [[5], [17], [10], [19]], greedy(8), stop_id=20)
+        completions = generate(self.MODEL, self.PARAMS, [[5], [17], [10], [19]], greedy(8), stop_ids=(20,))
         assert [completion.tokens for completion in completions] == [
             [6, 7, 8, 9, 10, 11, 12, 13],
             [18, 19],
@@ -227,7 +227,7 @@ class TestEnd:
         assert [len(completion.logprobs) for completion in completions] == [8, 2, 8, 0]
 
     def test_a_stop_token_chosen_last_of_all_is_a_stop(self):
-        (completion,) = generate(self.MODEL, self.PARAMS, [[5]], greedy(4), stop_id=9)
+        (completion,) = generate(self.MODEL, self.PARAMS, [[5]], greedy(4), stop_ids=(9,))
         assert completion == ([6, 7, 8], completion.logprobs, "stop")
 
     @pytest.mark.parametrize("max_tokens", [1, 2, 3, 16, 17])
@@ -302,7 +302,7 @@ class TestCost:
             keys=jax.random.split(jax.random.key(0), rows),
             sampling=sampling_params([DecodingConfig()] * rows),
         )
-        compiled = decode.lower(model, params, state, steps=8, stop_id=3, vocab_limit=50).compile()
+        compiled = decode.lower(model, params, state, steps=8, stop_ids=(3,), vocab_limit=50).compile()
         names = {"float32": "f32", "bfloat16": "bf16", "int32": "s32"}
         leaves = jax.tree.leaves(cache)
         shapes = {f"{names[leaf.dtype.name]}[{','.join(map(str, leaf.shape))}]" for leaf in leaves}
@@ -332,15 +332,15 @@ class TestCost:
         assert copies_of(compiled.as_text(), shapes) != []
 
     @pytest.mark.parametrize(
-        ("prompt", "max_tokens", "stop_id", "expected"),
+        ("prompt", "max_tokens", "stop_ids", "expected"),
         [
-            ([1, 2], 5000, 20, [SMALLEST_CACHE]),
-            ([1] * 200, 900, None, [SMALLEST_CACHE, 512, 1024, 2048]),
-            ([1] * 600, 9000, 3, [1024]),
+            ([1, 2], 5000, (20,), [SMALLEST_CACHE]),
+            ([1] * 200, 900, (), [SMALLEST_CACHE, 512, 1024, 2048]),
+            ([1] * 600, 9000, (3,), [1024]),
         ],
     )
     def test_the_cache_is_as_long_as_the_tokens_and_not_as_the_limits(
-        self, prompt: list[int], max_tokens: int, stop_id: int | None, expected: list[int]
+        self, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...], expected: list[int]
     ):
         lengths = []
         plain = bigram(30, max_seq_len=8000)
@@ -351,14 +351,14 @@ class TestCost:
             return plain.init_cache(batch, length)
 
         model = plain._replace(init_cache=recorded)
-        generate(model, successor_logits(30), [prompt], greedy(max_tokens), stop_id=stop_id)
+        generate(model, successor_logits(30), [prompt], greedy(max_tokens), stop_ids=stop_ids)
         assert lengths == expected
 
     def test_nothing_is_compiled_twice(self, rope: tuple[Model, Params], caplog: pytest.LogCaptureFixture):
         def run(seed: int, count: int, longest: int, max_tokens: int) -> None:
             prompts = random_prompts(count, longest, seed)
             config = DecodingConfig(max_tokens=max_tokens, temperature=seed % 2 * 0.9, top_p=0.9, seed=seed)
-            generate(*rope, prompts, config, stop_id=11, rows=4)
+            generate(*rope, prompts, config, stop_ids=(11,), rows=4)
 
         run(0, 4, 16, 16)
         with jax.log_compiles():

@@ -151,7 +151,7 @@ def _answer(job: _Job, batch: Sequence[Line], report: Report) -> list[tuple[Prom
         job.params,
         [prompt.tokens for prompt in prompts],
         [prompt.settings for prompt in prompts],
-        stop_id=job.tokenizer.end_of_text,
+        stop_ids=job.tokenizer.stop_ids,
         vocab_limit=min(job.tokenizer.vocab_size, job.model.vocab_size),
         rows=job.batch_size,
     )
@@ -172,7 +172,7 @@ def _record(prompt: Prompt, completion: Completion, tokenizer: Tokenizer) -> dic
     return {
         "id": prompt.id,
         "prompt": prompt.text,
-        "completion": tokenizer.decode(completion.tokens),
+        "completion": tokenizer.decode_after(prompt.tokens, completion.tokens),
         "finish_reason": completion.finish_reason,
         "prompt_tokens": len(prompt.tokens),
         "completion_tokens": len(completion.tokens),

@@ -78,7 +78,7 @@ def next_token(
     state: DecodeState,
     hidden: Float[Array, "B D"],
     *,
-    stop_id: int | None,
+    stop_ids: tuple[int, ...],
     vocab_limit: int | None,
 ) -> tuple[DecodeState, Sampled]:
     """Choose each live row's next token from the hidden state of its last one, and finish the rows that it ends."""
@@ -89,8 +89,8 @@ def next_token(
     positions = state.positions + 1
     tokens, logprobs = sample(logits, jax.vmap(jax.random.fold_in)(state.keys, positions), state.sampling)
     ended = positions >= state.last_positions
-    if stop_id is not None:
-        ended |= tokens == stop_id
+    if stop_ids:
+        ended |= jnp.isin(tokens, jnp.asarray(stop_ids))
     # A finished row goes on with a token that exists, at a position that is neither written nor seen.
     state = state._replace(
         tokens=jnp.where(live, tokens, state.tokens), positions=jnp.where(live & ~ended, positions, -1)
@@ -99,28 +99,28 @@ def next_token(
 
 
 def decode_step(
-    model: Model, params: Params, state: DecodeState, *, stop_id: int | None = None, vocab_limit: int | None = None
+    model: Model, params: Params, state: DecodeState, *, stop_ids: tuple[int, ...] = (), vocab_limit: int | None = None
 ) -> tuple[DecodeState, Sampled]:
     """Put each live row's last token into the cache and choose the one after it."""
     hidden, cache, _ = model.trunk(params, state.tokens[:, None], state.positions[:, None], cache=state.cache)
     state = state._replace(cache=cache)
-    return next_token(model, params, state, hidden[:, 0], stop_id=stop_id, vocab_limit=vocab_limit)
+    return next_token(model, params, state, hidden[:, 0], stop_ids=stop_ids, vocab_limit=vocab_limit)
 
 
-@partial(jax.jit, static_argnames=("model", "steps", "stop_id", "vocab_limit"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("model", "steps", "stop_ids", "vocab_limit"), donate_argnames="state")
 def decode(
     model: Model,
     params: Params,
     state: DecodeState,
     *,
     steps: int,
-    stop_id: int | None = None,
+    stop_ids: tuple[int, ...] = (),
     vocab_limit: int | None = None,
 ) -> tuple[DecodeState, Sampled]:
     """Scan `decode_step`. The state given is used up: its cache becomes the result's, in place."""
 
     def step(state: DecodeState, _: None) -> tuple[DecodeState, Sampled]:
-        return decode_step(model, params, state, stop_id=stop_id, vocab_limit=vocab_limit)
+        return decode_step(model, params, state, stop_ids=stop_ids, vocab_limit=vocab_limit)
 
     return lax.scan(step, state, length=steps)
 
@@ -190,13 +190,15 @@ def generate(
     prompts: Sequence[Sequence[int]],
     settings: DecodingConfig | Sequence[DecodingConfig],
     *,
-    stop_id: int | None = None,
+    stop_ids: tuple[int, ...] = (),
     vocab_limit: int | None = None,
     rows: int | None = None,
     block: int = 16,
 ) -> list[Completion]:
     """Continue each prompt; the whole of what `stream` yields in pieces."""
-    pieces = stream(model, params, prompts, settings, stop_id=stop_id, vocab_limit=vocab_limit, rows=rows, block=block)
+    pieces = stream(
+        model, params, prompts, settings, stop_ids=stop_ids, vocab_limit=vocab_limit, rows=rows, block=block
+    )
     whole = [Completion([], [], None) for _ in prompts]
     for piece in pieces:
         whole = [done.extended(new) for done, new in zip(whole, piece, strict=True)]
@@ -209,7 +211,7 @@ def stream(
     prompts: Sequence[Sequence[int]],
     settings: DecodingConfig | Sequence[DecodingConfig],
     *,
-    stop_id: int | None = None,
+    stop_ids: tuple[int, ...] = (),
     vocab_limit: int | None = None,
     rows: int | None = None,
     block: int = 16,
@@ -226,7 +228,7 @@ def stream(
     if block < 1:
         raise ValueError(f"block is {block}; expected at least 1")
     requests = _check_requests(model, prompts, settings, vocab_limit)
-    choice: dict[str, Any] = {"stop_id": stop_id, "vocab_limit": vocab_limit}
+    choice: dict[str, Any] = {"stop_ids": stop_ids, "vocab_limit": vocab_limit}
     if requests:
         # Few sizes are ever compiled when they are powers of two.
         rows = max(_bucket(len(requests), 1) if rows is None else rows, _least_rows(model))
@@ -272,7 +274,7 @@ def _stream(
     length = _cache_length(model, min(int(filled.max()) + block, needed))
     state, sampled = _start(model, params, requests, rows, length, choice)
     while True:
-        piece = _pieces(requests, filled, sampled, choice["stop_id"])
+        piece = _pieces(requests, filled, sampled, choice["stop_ids"])
         yield piece
         filled += [len(new.tokens) for new in piece]
         filled[[new.finish_reason is not None for new in piece]] = 0
@@ -310,15 +312,23 @@ def _start(
     return _first_token(model, params, state, hidden, **choice)
 
 
-@partial(jax.jit, static_argnames=("model", "stop_id", "vocab_limit"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("model", "stop_ids", "vocab_limit"), donate_argnames="state")
 def _first_token(
-    model: Model, params: Params, state: DecodeState, hidden: Array, *, stop_id: int | None, vocab_limit: int | None
+    model: Model,
+    params: Params,
+    state: DecodeState,
+    hidden: Array,
+    *,
+    stop_ids: tuple[int, ...],
+    vocab_limit: int | None,
 ) -> tuple[DecodeState, Sampled]:
-    state, sampled = next_token(model, params, state, hidden, stop_id=stop_id, vocab_limit=vocab_limit)
+    state, sampled = next_token(model, params, state, hidden, stop_ids=stop_ids, vocab_limit=vocab_limit)
     return state, Sampled(sampled.tokens[None], sampled.logprobs[None])
 
 
-def _pieces(requests: list[_Request], filled: np.ndarray, sampled: Sampled, stop_id: int | None) -> list[Completion]:
+def _pieces(
+    requests: list[_Request], filled: np.ndarray, sampled: Sampled, stop_ids: tuple[int, ...]
+) -> list[Completion]:
     """Cut what a block chose into one piece a request; `filled` is the length of each row so far, 0 once finished."""
     tokens, logprobs = np.asarray(sampled.tokens), np.asarray(sampled.logprobs)
     pieces = []
@@ -330,7 +340,7 @@ def _pieces(requests: list[_Request], filled: np.ndarray, sampled: Sampled, stop
                 f"the model's logits for prompt {row} are not numbers; its parameters are damaged or have diverged"
             )
         reason: Literal["stop", "length"] | None = None
-        if chosen and chosen[-1] == stop_id:
+        if chosen and chosen[-1] in stop_ids:
             chosen, probabilities, reason = chosen[:-1], probabilities[:-1], "stop"
         elif chosen and filled[row] + len(chosen) > request.last_position:
             reason = "length"

@@ -110,7 +110,7 @@ def parse_line(line: Line, model: Model, tokenizer: Tokenizer, defaults: Decodin
         seed = int(np.random.SeedSequence((defaults.seed, line.number)).generate_state(1)[0])
         own = {field: tree[field] for field in SETTINGS if field in tree}
         settings = replace(defaults, **({"seed": seed} | own))
-        tokens = [tokenizer.end_of_text, *tokenizer.encode(text)]
+        tokens = tokenizer.begin(text)
         check_prompt(model, tokens, min(tokenizer.vocab_size, model.vocab_size))
     except UserError as error:
         return Failure(name, line.number, str(error).removeprefix("DecodingConfig."))

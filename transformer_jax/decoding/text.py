@@ -1,6 +1,7 @@
 """One prompt as text, continued as text, piece by piece."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.generate import stream
@@ -17,13 +18,16 @@ def stream_text(
 
     Raises `UserError` when the prompt does not fit into the context.
     """
-    tokens = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
-    choice = {"stop_id": tokenizer.end_of_text, "vocab_limit": min(tokenizer.vocab_size, model.vocab_size)}
+    tokens = tokenizer.begin(prompt)
+    choice: dict[str, Any] = {
+        "stop_ids": tokenizer.stop_ids,
+        "vocab_limit": min(tokenizer.vocab_size, model.vocab_size),
+    }
     written: list[int] = []
     shown = ""
     for (piece,) in stream(model, params, [tokens], settings, **choice):
         written += piece.tokens
-        text = tokenizer.decode(written)
+        text = tokenizer.decode_after(tokens, written)
         if piece.finish_reason is None:
             # The bytes of a character can be spread over tokens; until the last one comes they decode to this.
             text = text.rstrip(UNFINISHED)

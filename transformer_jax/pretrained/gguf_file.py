@@ -1,7 +1,7 @@
 """The parts of a GGUF file, mapped into memory and checked before anything is allocated.
 
-A file is a header, settings, descriptions of tensors, and the tensors' blocks. All of it is the word of whoever made the
-file, so every count, length and offset is checked: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+A file is a header, settings, descriptions of tensors, and the tensors' blocks. All of it is the word of whoever made
+the file, so every count, length and offset is checked: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 import math
@@ -56,7 +56,7 @@ class GGUFFile(NamedTuple):
 
 
 def open_gguf(path: Path) -> GGUFFile:
-    """Read the settings and list the tensors. Raises `UserError` naming the file, and the tensor or setting, at fault."""
+    """Read the settings and list the tensors. Raises `UserError` naming the file, and the part of it, at fault."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return _Reader(path, content).read()
@@ -125,7 +125,7 @@ class _Reader:
         block, block_bytes = GGML_QUANT_SIZES[known[kind]]
         if 0 in shape or shape[-1] % block:
             self.fail(
-                f"has the tensor {name!r} of shape {list(shape)}; expected none of 0, and the last a multiple of {block}"
+                f"has the tensor {name!r} of shape {list(shape)}; expected no 0, and the last a multiple of {block}"
             )
         if offset % alignment:
             self.fail(f"has the tensor {name!r} at offset {offset:,}; expected a multiple of {alignment}")

@@ -51,6 +51,12 @@ class Tokenizer:
     """The id of the control token that stands before each document and after the last; no text is encoded to it."""
     end_of_text_name: str
     """The text of that token in the tokenizer.json."""
+    prefix: tuple[int, ...]
+    """Control tokens that stand before a text that a model is to go on with."""
+    suffix: tuple[int, ...]
+    """Control tokens that stand behind a whole text, for an encoder."""
+    stop_ids: tuple[int, ...]
+    """The tokens that end a continuation; end-of-text is one of them."""
     encode_fn: Callable[[Sequence[str]], list[Int32[np.ndarray, "tokens"]]] = field(repr=False, compare=False)
     decode_fn: Callable[[list[int]], str] = field(repr=False, compare=False)
 
@@ -69,6 +75,14 @@ class Tokenizer:
                     " which is half of a character; remove it"
                 ) from None
         return self.encode_fn(texts)
+
+    def begin(self, text: str) -> list[int]:
+        """Encode the beginning of a text that a model is to go on with, control tokens before it."""
+        return [*self.prefix, *self.encode(text)]
+
+    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Decode ids that follow others: some tokenizers drop a space at the beginning of what they decode."""
+        return self.decode([*before, *ids]).removeprefix(self.decode(before)) if before else self.decode(ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode ids to text: control tokens vanish and bytes that are not UTF-8 become U+FFFD.
@@ -95,7 +109,7 @@ def byte_tokenizer() -> Tokenizer:
     def decode(ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    return Tokenizer(_byte_json(), 257, 256, END_OF_TEXT, encode, decode)
+    return Tokenizer(_byte_json(), 257, 256, END_OF_TEXT, (256,), (), (256,), encode, decode)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -110,7 +124,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     if vocab_size < 257:
         raise UserError(f"a BPE of {vocab_size} tokens was asked for; the 256 bytes and end-of-text alone are 257")
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -122,14 +136,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return _from_json(tokenizer.to_str(pretty=True), "the trained BPE")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))]
+    )
+    return read_tokenizer(tokenizer.to_str(pretty=True), "the trained BPE")
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, stop_ids: Sequence[int] = ()) -> Tokenizer:
     """Read a Hugging Face `tokenizer.json`, whoever wrote it.
 
-    Its end-of-text token is found by name (`END_OF_TEXT_NAMES`). Truncation and padding that the file may ask for are
-    dropped: they would lose text, or add what is not text.
+    The first of the `stop_ids` is its end-of-text token; without them it is found by name (`END_OF_TEXT_NAMES`).
+    Truncation and padding that the file may ask for are dropped: they would lose text, or add what is not text.
     """
     path = Path(path)
     if path.is_dir():
@@ -144,10 +161,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); expected a tokenizer.json file"
         ) from None
-    return _from_json(text, str(path))
+    return read_tokenizer(text, str(path), stop_ids)
 
 
-def _from_json(text: str, where: str) -> Tokenizer:
+def read_tokenizer(text: str, where: str, stop_ids: Sequence[int] = ()) -> Tokenizer:
+    """Make a tokenizer from the content of a `tokenizer.json`; see `load_tokenizer`."""
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -162,28 +180,44 @@ def _from_json(text: str, where: str) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # The package raises nothing narrower.
         raise UserError(f"{where} is not a tokenizer that the tokenizers package can read: {error}") from None
-    return _wrap(tokenizer, where)
+    return _wrap(tokenizer, where, stop_ids)
 
 
-def _wrap(tokenizer: "tokenizers.Tokenizer", where: str) -> Tokenizer:
+def _wrap(tokenizer: "tokenizers.Tokenizer", where: str, stop_ids: Sequence[int]) -> Tokenizer:
     added = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
-    name = next((name for name in END_OF_TEXT_NAMES if name in added), None)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    if not stop_ids:
+        stop_ids = [added[name] for name in END_OF_TEXT_NAMES if name in added][:1]
+    name = tokenizer.id_to_token(stop_ids[0]) if stop_ids else None
     if name is None:
         raise UserError(
             f"{where} has no end-of-text token; expected one of {', '.join(END_OF_TEXT_NAMES)} among its added_tokens,"
             f" found {', '.join(sorted(added)[:10]) or 'none'}"
         )
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
+    prefix, suffix = _around(tokenizer)
     return Tokenizer(
         json=tokenizer.to_str(pretty=True),
         vocab_size=1 + max(tokenizer.get_vocab(with_added_tokens=True).values()),
-        end_of_text=added[name],
+        end_of_text=stop_ids[0],
         end_of_text_name=name,
-        encode_fn=functools.partial(_encode, tokenizer, name, added[name]),
+        prefix=prefix,
+        suffix=suffix,
+        stop_ids=tuple(stop_ids),
+        encode_fn=functools.partial(_encode, tokenizer, name, stop_ids[0]),
         decode_fn=tokenizer.decode,
     )
+
+
+def _around(tokenizer: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The control tokens that a tokenizer puts before and behind a text."""
+    text = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    for start in range(len(whole) - len(text) + 1):
+        if whole[start : start + len(text)] == text:
+            return tuple(whole[:start]), tuple(whole[start + len(text) :])
+    return (), ()
 
 
 def _encode(
@@ -223,7 +257,12 @@ def _byte_json() -> str:
         "added_tokens": [{"id": 256, "content": END_OF_TEXT, **control}],
         "normalizer": None,
         "pre_tokenizer": byte_level,
-        "post_processor": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [256], "tokens": [END_OF_TEXT]}},
+        },
         "decoder": byte_level,
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }

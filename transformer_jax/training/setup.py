@@ -52,7 +52,7 @@ def set_up(run: Run, mesh: Mesh) -> Setup:
         raise UserError("ModelConfig.attention is 'bidirectional'; predicting the next token needs 'causal'")
     _check_memory(config)
     model = build(config.model)
-    check_prompt(model, [run.tokenizer.end_of_text, *run.tokenizer.encode(config.training.sample_prompt)])
+    check_prompt(model, run.tokenizer.begin(config.training.sample_prompt))
     train, heldout = (
         make_windows([document.text for document in documents], run.tokenizer, config.data.seq_len, config.model.V)
         for documents in run.split
