@@ -1,0 +1,167 @@
+"""The tokenizer that a GGUF file describes, written as the `tokenizer.json` that says the same.
+
+A file holds the words, merges or scores, and the name of a way to split text beforehand, which llama.cpp knows by heart.
+The regular expressions below are those of the published tokenizers. A name that is not known is refused: another way to
+split gives other tokens.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformer_jax.errors import UserError
+from transformer_jax.text.tokenizer import Tokenizer, read_tokenizer
+
+Tree = dict[str, Any]
+
+CONTROL, USER_DEFINED = 3, 4
+"""Types of tokens: one that no text is encoded to, and one that a text may hold as it is."""
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORDS_OF_LLAMA_3 = (
+    CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WORDS_OF_QWEN_2 = WORDS_OF_LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+BYTES_ALONE = {**BYTE_LEVEL, "use_regex": False}
+
+
+def _split(pattern: str) -> Tree:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+SPLITS: Mapping[str, list[Tree]] = {
+    "gpt-2": [BYTE_LEVEL],
+    "smollm": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL],
+    "llama-bpe": [_split(WORDS_OF_LLAMA_3), BYTES_ALONE],
+    "qwen2": [_split(WORDS_OF_QWEN_2), BYTES_ALONE],
+}
+"""How a byte-level BPE splits text before it merges bytes, by llama.cpp's names."""
+
+
+def read_gguf_tokenizer(settings: Mapping[str, Any], path: Path) -> Tokenizer:
+    """Make the tokenizer of a file. Raises `UserError` naming what is missing, or not known."""
+    words = _setting(settings, "tokens", list, path)
+    kinds = _setting(settings, "token_type", list, path)
+    if len(kinds) != len(words):
+        raise UserError(f"{path}: there are {len(words)} tokens and {len(kinds)} token types")
+    model = _setting(settings, "model", str, path)
+    if model == "gpt2":
+        tree = _byte_level(settings, words, path)
+    elif model == "llama":
+        tree = _sentence_pieces(settings, words, path)
+    else:
+        raise UserError(f"{path}: tokenizer.ggml.model is {model!r}; expected gpt2 or llama")
+    added = [
+        {
+            "id": i,
+            "content": word,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind == CONTROL,
+        }
+        for i, (word, kind) in enumerate(zip(words, kinds, strict=True))
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    tree |= {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
+    tree["post_processor"] = _template(settings, words, path)
+    stop_ids = _stop_ids(settings, words)
+    if not stop_ids:
+        raise UserError(f"{path}: tokenizer.ggml.eos_token_id is missing, or no token")
+    return read_tokenizer(json.dumps(tree), str(path), stop_ids)
+
+
+def _setting(settings: Mapping[str, Any], name: str, kind: type, path: Path) -> Any:
+    value = settings.get(f"tokenizer.ggml.{name}")
+    if not isinstance(value, kind):
+        raise UserError(f"{path}: the setting tokenizer.ggml.{name} is missing, or not a {kind.__name__}")
+    return value
+
+
+def _stop_ids(settings: Mapping[str, Any], words: list[str]) -> list[int]:
+    found = [settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    return list(dict.fromkeys(i for i in found if isinstance(i, int) and i < len(words)))
+
+
+def _template(settings: Mapping[str, Any], words: list[str], path: Path) -> Tree | None:
+    """What stands before every text: the token that begins one, where the file says so."""
+    # llama.cpp adds it to sentence pieces unless it is told not to, and to bytes when it is told to.
+    default = settings.get("tokenizer.ggml.model") == "llama"
+    if not settings.get("tokenizer.ggml.add_bos_token", default):
+        return None
+    begin = _setting(settings, "bos_token_id", int, path)
+    if begin >= len(words):
+        raise UserError(f"{path}: tokenizer.ggml.bos_token_id is {begin}; there are {len(words)} tokens")
+    name = words[begin]
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {name: {"id": name, "ids": [begin], "tokens": [name]}},
+    }
+
+
+def _byte_level(settings: Mapping[str, Any], words: list[str], path: Path) -> Tree:
+    split = settings.get("tokenizer.ggml.pre", "gpt-2")
+    if split not in SPLITS:
+        raise UserError(f"{path}: tokenizer.ggml.pre is {split!r}; expected one of {', '.join(SPLITS)}")
+    return {
+        "normalizer": {"type": "NFC"} if split == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": SPLITS[split]},
+        "decoder": BYTE_LEVEL,
+        "model": {
+            "type": "BPE",
+            "vocab": {word: i for i, word in enumerate(words)},
+            "merges": [merge.split(" ", 1) for merge in _setting(settings, "merges", list, path)],
+            # Llama 3 takes a word that is in the vocabulary whole, however merging would have made it.
+            "ignore_merges": split == "llama-bpe",
+        },
+    }
+
+
+def _sentence_pieces(settings: Mapping[str, Any], words: list[str], path: Path) -> Tree:
+    scores = _setting(settings, "scores", list, path)
+    if len(scores) != len(words):
+        raise UserError(f"{path}: there are {len(words)} tokens and {len(scores)} scores")
+    space, prefixed = "▁", settings.get("tokenizer.ggml.add_space_prefix", True)
+    unknown = settings.get("tokenizer.ggml.unknown_token_id")
+    blank = {"type": "Replace", "pattern": {"String": " "}, "content": space}
+    restored = {"type": "Replace", "pattern": {"String": space}, "content": " "}
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []
+    return {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [*([{"type": "Prepend", "prepend": space}] if prefixed else []), blank],
+        },
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [restored, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": {
+            "type": "BPE",
+            "vocab": {word: i for i, word in enumerate(words)},
+            "merges": _merges(words, scores),
+            "unk_token": words[unknown] if isinstance(unknown, int) and unknown < len(words) else None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+        },
+    }
+
+
+def _merges(words: list[str], scores: list[float]) -> list[list[str]]:
+    """The merges that make each word of two others, the best word first, as a BPE by scores would choose them."""
+    ids = {word: i for i, word in enumerate(words)}
+    ranked = sorted(range(len(words)), key=lambda i: (-scores[i], i))
+    merges: list[list[str]] = []
+    for i in ranked:
+        word = words[i]
+        parts = [(word[:cut], word[cut:]) for cut in range(1, len(word))]
+        known = [(ids[left], ids[right]) for left, right in parts if left in ids and right in ids]
+        merges += [[words[left], words[right]] for left, right in sorted(known)]
+    return merges
