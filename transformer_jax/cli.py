@@ -60,17 +60,19 @@ class Train:
 class Generate:
     """Continue a prompt with a trained model, printing as it goes."""
 
-    model: Path
-    """The folder of a run."""
+    model: str
+    """The folder of a run, a published folder, a GGUF file, a name on Hugging Face's hub, or smollm2."""
     prompt: str
     """The beginning of a document."""
+    dtype: DType | None = None
+    """Precision to compute in. None: the model's own."""
     decoding: Annotated[DecodingConfig, Flat] = dataclasses.field(default_factory=DecodingConfig)
 
     def __call__(self) -> int:
         from transformer_jax.decoding.text import stream_text
-        from transformer_jax.training.folder import open_trained
+        from transformer_jax.training.open_model import open_model
 
-        trained = open_trained(self.model)
+        trained = open_model(self.model, self.dtype)
         pieces = stream_text(trained.model, trained.params, trained.tokenizer, self.prompt, self.decoding)
         # The first piece comes after the prompt has been checked.
         print(self.prompt + next(pieces, ""), end="", flush=True)
@@ -84,21 +86,23 @@ class Generate:
 class Batch:
     """Continue every prompt of a JSONL file; killed and run again, it completes the output file."""
 
-    model: Path
-    """The folder of a run."""
+    model: str
+    """The folder of a run, a published folder, a GGUF file, a name on Hugging Face's hub, or smollm2."""
     input: Path
     """One request a line: {"prompt": ..., "id", "max_tokens", "temperature", "top_k", "top_p", "seed"}."""
     output: Path
     """One answer a line, in the same order."""
+    dtype: DType | None = None
+    """Precision to compute in. None: the model's own."""
     batch_size: int = 16
     """Prompts that are decoded together; answers do not depend on it."""
     decoding: Annotated[DecodingConfig, Flat] = dataclasses.field(default_factory=DecodingConfig)
 
     def __call__(self) -> int:
         from transformer_jax.decoding.batch import complete_file
-        from transformer_jax.training.folder import open_trained
+        from transformer_jax.training.open_model import open_model
 
-        trained = open_trained(self.model)
+        trained = open_model(self.model, self.dtype)
         summary = complete_file(
             trained.model,
             trained.params,
@@ -106,7 +110,7 @@ class Batch:
             self.input,
             self.output,
             self.decoding,
-            identity=to_json(trained.config.model),
+            identity=to_json(trained.config),
             batch_size=self.batch_size,
         )
         resumed = f" ({summary.resumed} by an earlier run)" if summary.resumed else ""

@@ -15,6 +15,7 @@ from transformer_jax.pretrained import gguf_names
 from transformer_jax.pretrained.config_reader import Settings
 from transformer_jax.pretrained.families import canonical
 from transformer_jax.pretrained.gguf_file import GGUFFile, GGUFTensor, open_gguf
+from transformer_jax.pretrained.gguf_tokenizer import read_gguf_tokenizer
 from transformer_jax.pretrained.huggingface import Pretrained, read_params
 from transformer_jax.pretrained.names import Row
 
@@ -142,7 +143,8 @@ def load_gguf(path: Path, dtype: DType | None = None) -> Pretrained:
     config = read_config(architecture, file, path)
     config = dataclasses.replace(config, dtype=dtype or "float32")
     tensors = {name: tensor for name, tensor in file.tensors.items() if name != ROPE_FACTORS}
-    return Pretrained(config, read_params(architecture.rows, config, tensors, path), architecture.family)
+    params = read_params(architecture.rows, config, tensors, path)
+    return Pretrained(config, params, architecture.family, read_gguf_tokenizer(file.settings, path))
 
 
 def _architecture(file: GGUFFile, path: Path) -> Architecture:

@@ -20,7 +20,7 @@ from transformer_jax.model.transformer import Params, build
 from transformer_jax.pretrained.families import Family, family_of, read_config, write_config
 from transformer_jax.pretrained.names import Row, expand
 from transformer_jax.pretrained.safetensors import StoredTensor, open_folder
-from transformer_jax.text.tokenizer import Tokenizer
+from transformer_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 DERIVED = re.compile(r"rotary_emb\.inv_freq$|embeddings\.position_ids$|\.(attn|attention)\.(masked_)?bias$")
 """Tensors of older files that follow from the config."""
@@ -46,6 +46,8 @@ class Pretrained(NamedTuple):
     params: Params
     family: str
     """What the model's config.json calls its kind."""
+    tokenizer: Tokenizer | None
+    """None where there is no tokenizer.json."""
 
 
 def load_folder(folder: Path, dtype: DType | None = None) -> Pretrained:
@@ -61,7 +63,20 @@ def load_folder(folder: Path, dtype: DType | None = None) -> Pretrained:
     config = read_config(family, tree, str(path), tensors)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
-    return Pretrained(config, read_params(family.rows, config, tensors, folder), family.model_type)
+    params = read_params(family.rows, config, tensors, folder)
+    return Pretrained(config, params, family.model_type, _read_tokenizer(folder, tree))
+
+
+def _read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Tokenizer | None:
+    path, generation = folder / "tokenizer.json", folder / "generation_config.json"
+    if not path.exists():
+        return None
+    stop = read_json(generation).get("eos_token_id") if generation.exists() else None
+    stop = settings.get("eos_token_id") if stop is None else stop
+    stop_ids = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    if not all(type(i) is int for i in stop_ids):
+        raise UserError(f"{folder}: eos_token_id is {stop!r}; expected a token id, or a list of them")
+    return load_tokenizer(path, stop_ids)
 
 
 def read_params(table: tuple[Row, ...], c: ModelConfig, tensors: Mapping[str, Any], where: Path) -> Params:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 
+from transformer_jax.architecture import DType
 from transformer_jax.config import RunConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model, Params, build, cast_matrices
@@ -104,11 +105,24 @@ def record_run(folder: Path, run: Run) -> None:
     write_atomically(folder / "config.json", to_json(run.config))
 
 
-def open_trained(folder: Path) -> Trained:
+def is_run(folder: Path) -> bool:
+    """Whether a folder is, or is to be read as, one of a run: its config.json, if any, is no published model's."""
+    try:
+        tree = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:
+        return folder.is_dir() and not any(folder.glob("*.safetensors*"))
+    except (OSError, ValueError, RecursionError):
+        return folder.is_dir()
+    return not (isinstance(tree, dict) and "model_type" in tree)
+
+
+def open_trained(folder: Path, dtype: DType | None = None) -> Trained:
     """Load the newest whole checkpoint of a run for decoding. Raises `UserError` when there is none."""
     config = _recorded_config(folder) if folder.is_dir() else None
     if config is None:
         raise UserError(f"{folder} is not a run folder (it has no config.json); train one with train.py --run {folder}")
+    if dtype is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     model = build(config.model)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     params, step = restore_params(folder / "checkpoints", on_first_device(shapes))

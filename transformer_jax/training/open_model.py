@@ -1,0 +1,45 @@
+"""Any model by its name, ready to use: a run of ours, or what somebody else has published."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from transformer_jax.architecture import DType, ModelConfig
+from transformer_jax.errors import UserError
+from transformer_jax.model.transformer import Model, Params, build
+from transformer_jax.pretrained.source import load_published
+from transformer_jax.text.tokenizer import Tokenizer
+from transformer_jax.training.folder import is_run, open_trained
+
+
+class Opened(NamedTuple):
+    """A model, ready to use."""
+
+    config: ModelConfig
+    model: Model
+    params: Params
+    """Matrices in the compute dtype."""
+    tokenizer: Tokenizer
+    family: str | None
+    """What a published model's config.json calls its kind."""
+
+
+def open_model(name: str | Path, dtype: DType | None = None) -> Opened:
+    """Open the folder of a run, a published folder, a GGUF file, a package, or a name on Hugging Face's hub.
+
+    `dtype` is the precision to compute in, by default the model's own. Raises `UserError` naming what is wrong with it.
+    """
+    if is_run(Path(name)):
+        trained = open_trained(Path(name), dtype)
+        return Opened(trained.config.model, trained.model, trained.params, trained.tokenizer, None)
+    found = load_published(str(name), dtype)
+    if found.tokenizer is None:
+        raise UserError(f"{name} has no tokenizer.json; put the model's own there")
+    if found.tokenizer.vocab_size > found.config.V:
+        raise UserError(
+            f"{name}: the tokenizer has {found.tokenizer.vocab_size} ids, and the model {found.config.V}: it is not the"
+            " model's own"
+        )
+    params = jax.device_put(found.params, jax.local_devices()[0])
+    return Opened(found.config, build(found.config), params, found.tokenizer, found.family)
