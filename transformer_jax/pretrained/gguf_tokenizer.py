@@ -1,8 +1,8 @@
 """The tokenizer that a GGUF file describes, written as the `tokenizer.json` that says the same.
 
-A file holds the words, merges or scores, and the name of a way to split text beforehand, which llama.cpp knows by heart.
-The regular expressions below are those of the published tokenizers. A name that is not known is refused: another way to
-split gives other tokens.
+A file holds the words, merges or scores, and the name of a way to split text beforehand, which llama.cpp knows by
+heart. The regular expressions below are those of the published tokenizers. A name that is not known is refused: another
+way to split gives other tokens.
 """
 
 import json
@@ -14,6 +14,9 @@ from transformer_jax.errors import UserError
 from transformer_jax.text.tokenizer import Tokenizer, read_tokenizer
 
 Tree = dict[str, Any]
+
+NO_MERGE = ""
+"""What stands in the list of a tokenizer without merges: llama.cpp demands the list, and a list cannot be empty."""
 
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens: one that no text is encoded to, and one that a text may hold as it is."""
@@ -116,7 +119,7 @@ def _byte_level(settings: Mapping[str, Any], words: list[str], path: Path) -> Tr
         "model": {
             "type": "BPE",
             "vocab": {word: i for i, word in enumerate(words)},
-            "merges": [merge.split(" ", 1) for merge in _setting(settings, "merges", list, path)],
+            "merges": [merge.split(" ", 1) for merge in _setting(settings, "merges", list, path) if merge != NO_MERGE],
             # Llama 3 takes a word that is in the vocabulary whole, however merging would have made it.
             "ignore_merges": split == "llama-bpe",
         },
@@ -164,3 +167,66 @@ def _merges(words: list[str], scores: list[float]) -> list[list[str]]:
         known = [(ids[left], ids[right]) for left, right in parts if left in ids and right in ids]
         merges += [[words[left], words[right]] for left, right in sorted(known)]
     return merges
+
+
+UNUSED, NORMAL, BYTE = 5, 1, 6
+
+
+def describe_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
+    """The settings of a GGUF file for a tokenizer; ids that it lacks, up to the rows of the table, are unused.
+
+    Raises `UserError` for a tokenizer that llama.cpp would not split text like.
+    """
+    tree = json.loads(tokenizer.json)
+    model = tree["model"]
+    if model.get("type") != "BPE":
+        raise UserError(f"the tokenizer is a {model.get('type')}; a GGUF file can describe a BPE alone")
+    words = {i: word for word, i in model["vocab"].items()}
+    kinds = dict.fromkeys(words, NORMAL)
+    for token in tree["added_tokens"]:
+        words[token["id"]] = token["content"]
+        kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
+    tokens = [words.get(i, f"[unused{i}]") for i in range(rows)]
+    settings: dict[str, Any] = {
+        "tokens": tokens,
+        "token_type": [kinds.get(i, UNUSED) for i in range(rows)],
+        "eos_token_id": tokenizer.end_of_text,
+        "padding_token_id": tokenizer.end_of_text,
+        "add_bos_token": bool(tokenizer.prefix),
+    }
+    if len(tokenizer.stop_ids) > 1:
+        settings["eot_token_id"] = tokenizer.stop_ids[1]
+    if tokenizer.prefix:
+        settings["bos_token_id"] = tokenizer.prefix[0]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    settings |= _describe_bytes(tree, merges) if not model.get("byte_fallback") else _describe_pieces(tree, tokens)
+    return {f"tokenizer.ggml.{name}": value for name, value in settings.items()}
+
+
+def _describe_bytes(tree: Tree, merges: list[str]) -> Tree:
+    found = tree["pre_tokenizer"] or {}
+    steps = found.get("pretokenizers", [found])
+    # Without merges every way to split gives the same bytes.
+    for name, split in SPLITS.items():
+        if not merges or [_essence(step) for step in steps] == [_essence(step) for step in split]:
+            return {"model": "gpt2", "pre": name, "merges": merges or [NO_MERGE]}
+    raise UserError(f"llama.cpp has no name that this version knows for the tokenizer's way to split text: {steps}")
+
+
+def _essence(step: Tree) -> Tree:
+    return {name: value for name, value in step.items() if name != "trim_offsets"}
+
+
+def _describe_pieces(tree: Tree, tokens: list[str]) -> Tree:
+    """Scores that choose merges in the order in which they stand."""
+    best: dict[str, float] = {}
+    for rank, merge in enumerate(tree["model"]["merges"]):
+        left, right = merge.split(" ") if isinstance(merge, str) else merge
+        best.setdefault(left + right, -float(rank))
+    normalizer = tree["normalizer"] or {}
+    steps = normalizer.get("normalizers", [normalizer])
+    return {
+        "model": "llama",
+        "scores": [best.get(token, -1e9) for token in tokens],
+        "add_space_prefix": any(step.get("type") == "Prepend" for step in steps),
+    }

@@ -17,7 +17,7 @@ import numpy as np
 from transformer_jax.architecture import DType, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Params, build
-from transformer_jax.pretrained.families import Family, family_of, read_config, write_config
+from transformer_jax.pretrained.families import family_of, read_config, write_config
 from transformer_jax.pretrained.names import Row, expand
 from transformer_jax.pretrained.safetensors import StoredTensor, open_folder
 from transformer_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -82,7 +82,7 @@ def _read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Tokenizer | No
 def read_params(table: tuple[Row, ...], c: ModelConfig, tensors: Mapping[str, Any], where: Path) -> Params:
     """Make the parameter tree from the tensors of a file, row by row of the table."""
     shapes = jax.eval_shape(build(c).init, jax.random.key(0))
-    leaves = _by_path(shapes)
+    leaves = by_path(shapes)
     rows = expand(table, c, set(leaves))
     _check_tensors(rows, c, leaves, tensors, where)
     arrays: dict[str, Any] = {}
@@ -93,7 +93,8 @@ def read_params(table: tuple[Row, ...], c: ModelConfig, tensors: Mapping[str, An
     return jax.tree.unflatten(jax.tree.structure(shapes), [arrays[name] for name in leaves])
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
+def by_path(tree: Any) -> dict[str, Any]:
+    """The leaves of a parameter tree by their paths, as `layers_0/attn/q/weight`."""
     return {jax.tree_util.keystr(at, simple=True, separator="/"): x for at, x in jax.tree.leaves_with_path(tree)}
 
 
@@ -153,7 +154,7 @@ def save_folder(
         raise UserError(f"{folder} exists already; name a folder to make")
     try:
         temporary.mkdir(parents=True)
-        _write_tensors(temporary, tensors_of(family, c, params))
+        _write_tensors(temporary, tensors_of(family.rows, c, params))
         control = {} if tokenizer is None else {"eos_token_id": tokenizer.end_of_text}
         write_json(temporary / "config.json", {**UNSET_TOKENS, **settings, **control})
         write_json(temporary / "generation_config.json", control)
@@ -169,16 +170,15 @@ def save_folder(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def tensors_of(family: Family, c: ModelConfig, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Make the tensors of the family's table from the parameters, one row at a time."""
-    arrays = _by_path(params)
-    for row in expand(family.rows, c, set(arrays)):
+def tensors_of(table: tuple[Row, ...], c: ModelConfig, params: Params) -> Iterator[tuple[str, Any]]:
+    """Make the tensors of a table from the parameters, one row at a time."""
+    arrays = by_path(params)
+    for row in expand(table, c, set(arrays)):
         theirs = row.layout.write(c, [arrays[name] for name in row.ours])
-        for name, tensor in zip(row.theirs, theirs, strict=True):
-            yield name, np.asarray(tensor)
+        yield from zip(row.theirs, theirs, strict=True)
 
 
-def _write_tensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> None:
+def _write_tensors(folder: Path, tensors: Iterator[tuple[str, Any]]) -> None:
     """Write files of at most SHARD_BYTES, so that no more is held twice, and an index where there are several."""
     from safetensors.numpy import save_file
 
@@ -196,7 +196,7 @@ def _write_tensors(folder: Path, tensors: Iterator[tuple[str, np.ndarray]]) -> N
         if shard and held + tensor.nbytes > SHARD_BYTES:
             write_shard()
             held = 0
-        shard[name] = np.ascontiguousarray(tensor)
+        shard[name] = np.ascontiguousarray(np.asarray(tensor))
         held += tensor.nbytes
         total += tensor.nbytes
     write_shard()

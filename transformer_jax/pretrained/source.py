@@ -32,8 +32,8 @@ def load_published(name: str, dtype: DType | None = None) -> Pretrained:
     if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
         return load_folder(_fetch(name), dtype)
     raise UserError(
-        f"there is no model at {name!r}; expected the folder of a run, a folder with config.json and safetensors, a GGUF"
-        f" file, a name on Hugging Face's hub, or one of the packages {', '.join(PACKAGES)}"
+        f"there is no model at {name!r}; expected the folder of a run, a folder with config.json and safetensors, a"
+        f" GGUF file, a name on Hugging Face's hub, or one of the packages {', '.join(PACKAGES)}"
     )
 
 
