@@ -8,6 +8,7 @@ import shutil
 import struct
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def refused(function, path, match):
     assert time.perf_counter() - start < 1
 
 
-def entry(shape=(2,), dtype="F32", offsets=(0, 8)):
+def entry(shape: Any = (2,), dtype: Any = "F32", offsets: Any = (0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 

@@ -126,10 +126,11 @@ def attention_factor(scaling: RopeScaling) -> float:
 
 def _yarn_ramp(theta: float, R: int, scaling: RopeScaling) -> Float64[np.ndarray, "pairs"]:
     """0 for the pairs that turn fast, 1 for those that turn slowly, a ramp between."""
-    assert scaling.original_max_len is not None
+    original = scaling.original_max_len
+    assert original is not None
 
     def pair_that_turns(times: float) -> float:
-        return R * math.log(scaling.original_max_len / (times * 2 * math.pi)) / (2 * math.log(theta))
+        return R * math.log(original / (times * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
     if scaling.truncate:

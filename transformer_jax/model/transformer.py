@@ -14,7 +14,7 @@ from transformer_jax.model.cache import KVCache, empty_cache, write_positions
 from transformer_jax.model.experts import Routing
 from transformer_jax.model.layers import ACTIVATIONS, dropout, product_with_table
 from transformer_jax.model.masks import MaskSpec, may_attend
-from transformer_jax.model.positions import last_positions, rotation, sinusoids
+from transformer_jax.model.positions import Rotation, last_positions, rotation, sinusoids
 from transformer_jax.sharding import constrain
 
 Params = Any
@@ -96,6 +96,25 @@ class Transformer(nn.Module):
             x = self.embed_norm(x)
         return dropout(constrain(x, ("batch", "seq", None)), c.dropout, key)
 
+    def context(
+        self,
+        positions: Array,
+        k_positions: Array,
+        segment_ids: Array | None,
+        prefix_lengths: Array | None,
+        triangular: bool,
+    ) -> Context:
+        c = self.config
+        may: dict[LayerKind, Array] = {}
+        turned: dict[LayerKind, Rotation] = {}
+        last = last_positions(positions, k_positions, segment_ids)
+        for kind in dict.fromkeys(c.kinds):
+            spec = MaskSpec(causal=c.attention == "causal", window=c.window if kind == "local" else None)
+            may[kind] = may_attend(spec, positions, k_positions, segment_ids, segment_ids, prefix_lengths)
+            if c.positions == "rope":
+                turned[kind] = rotation(c, positions, last, local=kind == "local")
+        return Context(may, turned, positions, triangular)
+
     def __call__(
         self,
         tokens: Int[Array, "B T"],
@@ -111,21 +130,8 @@ class Transformer(nn.Module):
         keys = [None] * (c.L + 1) if dropout_key is None else list(jax.random.split(dropout_key, c.L + 1))
         x = self.embed(tokens, positions, token_types, keys[-1])
         k_positions = positions if cache is None else write_positions(cache.positions, positions)
-        causal = c.attention == "causal"
-        kinds: list[LayerKind] = sorted(set(c.kinds))
-        specs = {kind: MaskSpec(causal, c.window if kind == "local" else None) for kind in kinds}
-        last = last_positions(positions, k_positions, segment_ids)
-        context = Context(
-            may={
-                kind: may_attend(spec, positions, k_positions, segment_ids, segment_ids, prefix_lengths)
-                for kind, spec in specs.items()
-            },
-            rotation={kind: rotation(c, positions, last, kind == "local") for kind in kinds}
-            if c.positions == "rope"
-            else {},
-            positions=positions,
-            triangular=in_order and causal and cache is None and prefix_lengths is None,
-        )
+        triangular = in_order and c.attention == "causal" and cache is None and prefix_lengths is None
+        context = self.context(positions, k_positions, segment_ids, prefix_lengths, triangular)
         written, routings = [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else (cache.k[index], cache.v[index])

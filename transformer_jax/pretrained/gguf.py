@@ -151,6 +151,7 @@ def _architecture(file: GGUFFile, path: Path) -> Architecture:
     name = file.settings.get("general.architecture")
     if name not in ARCHITECTURES:
         raise UserError(f"{path}: general.architecture is {name!r}; expected one of {', '.join(ARCHITECTURES)}")
+    assert name is not None
     return MIXTRAL if name == "llama" and file.settings.get("llama.expert_count") else ARCHITECTURES[name]
 
 

@@ -1,6 +1,7 @@
 """A model and its tokenizer written as a GGUF file that llama.cpp loads."""
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -109,7 +110,7 @@ def _scaling(scaling: RopeScaling) -> Tree:
 def _check_same(name: str, architecture: Architecture, settings: Tree, c: ModelConfig) -> None:
     """Refuse a model that the file would not describe exactly, by reading what is about to be written."""
     # Vectors and tables that the reader looks for, not to read them but to see whether they are there.
-    present = {"token_embd.weight": (c.table_rows, c.D)}
+    present: dict[str, tuple[int, ...]] = {"token_embd.weight": (c.table_rows, c.D)}
     if not c.tie_embeddings:
         present["output.weight"] = (c.table_rows, c.D)
     if c.attention_bias != "none":
@@ -137,7 +138,7 @@ def _write(
 
     def kind_of(shape: tuple[int, ...]) -> Any:
         chosen = GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
-        fits = shape[-1] % GGML_QUANT_SIZES[chosen][0] == 0
+        fits = not shape or shape[-1] % GGML_QUANT_SIZES[chosen][0] == 0
         return chosen if fits else GGMLQuantizationType.F16
 
     writer = GGUFWriter(path, name)
@@ -150,8 +151,8 @@ def _write(
     factors = _factors(c)
     for tensor, array in [*factors.items(), *zip(names, shapes, strict=True)]:
         stored = kind_of(array.shape)
-        size = np.prod(quant_shape_to_byte_shape(array.shape, stored))
-        writer.add_tensor_info(tensor, quant_shape_to_byte_shape(array.shape, stored), np.dtype(np.uint8), size, stored)
+        shape = quant_shape_to_byte_shape(array.shape, stored)
+        writer.add_tensor_info(tensor, shape, np.dtype(np.uint8), math.prod(shape), stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
