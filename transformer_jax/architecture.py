@@ -182,6 +182,8 @@ class ModelConfig:
             check(self, name, getattr(self, name) is None or getattr(self, name) > 0, "more than 0, or null")
         for name in ("dropout", "attention_dropout"):
             check(self, name, 0 <= getattr(self, name) < 1, "at least 0 and less than 1")
+        for name in ("max_seq_len", "num_layers", "d_model", "d_ff", "num_heads", "head_dim", "vocab_size"):
+            check(self, name, (getattr(self, name) or 0) < 2**30, "less than 2**30")
         check(self, "vocab_size", self.vocab_size is None or self.vocab_size > 1, "at least 2, or null")
         check(self, "vocab_multiple", self.vocab_multiple > 0, "more than 0")
         check(self, "num_token_types", self.num_token_types >= 0, "at least 0")

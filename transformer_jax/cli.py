@@ -95,7 +95,7 @@ class Batch:
     dtype: DType | None = None
     """Precision to compute in. None: the model's own."""
     batch_size: int = 16
-    """Prompts that are decoded together; answers do not depend on it."""
+    """Prompts that are decoded together; answers depend on it by the rounding of the model's products alone."""
     decoding: Annotated[DecodingConfig, Flat] = dataclasses.field(default_factory=DecodingConfig)
 
     def __call__(self) -> int:

@@ -70,6 +70,7 @@ class OptimizerConfig:
         check_types(self)
         for name in ("learning_rate", "eps", "clip_norm"):
             check(self, name, getattr(self, name) > 0, "more than 0")
+            check(self, name, getattr(self, name) < 1e30, "less than 1e30")
         for name in ("warmup_steps", "weight_decay"):
             check(self, name, getattr(self, name) >= 0, "at least 0")
         for name in ("beta1", "beta2"):

@@ -61,7 +61,7 @@ def from_json(kind: type[C], text: str) -> C:
     """Read what `to_json` wrote. Raises `UserError` naming an unknown field, a missing section or a bad value."""
     try:
         tree = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{kind.__name__}: not JSON ({error})") from None
     return _from_tree(kind, tree, kind.__name__)
 

@@ -141,12 +141,15 @@ def _sortable(values: Float[Array, "V"]) -> UInt32[Array, "V"]:
 
 
 def draw(logits: Float[Array, "V"], key: Key[Array, ""]) -> Int[Array, ""]:
-    """Draw an id with probability softmax(logits), by one uniform number along the cumulative sum.
+    """Draw an id with probability softmax(logits): every id waits a random time, and the first to come is drawn.
 
-    The number has 23 bits, so probabilities are exact to about 1e-7.
+        argmin_v  E_v / exp(logits[v]),    E_v exponentially distributed with mean 1
+
+    One number for each id, so that logits that differ by a rounding give another id as rarely as they should; along a
+    cumulative sum any rounding would move every border behind it.
+
+    Reference: Maddison et al. 2014, "A* Sampling", section 2: the same as the largest of logits plus Gumbel noise.
     """
-    weights = jnp.exp(logits - jnp.max(logits))
-    # A cumulative sum is rounded here and there to less than the entry before it, so the crossing may seem to lie at a
-    # token of no weight; the largest reached weighs something, so one that does is always found.
-    reached = jnp.where(weights > 0, jnp.cumsum(weights), 0)
-    return jnp.argmax(reached > jax.random.uniform(key) * jnp.max(reached))
+    # From 0 up in steps of 2^-32: a time close to 0 decides, and must not be rounded to it.
+    uniform = (jax.random.bits(key, logits.shape, jnp.uint32).astype(jnp.float32) + 0.5) * 2.0**-32
+    return jnp.argmin(-jnp.log1p(-uniform) / jnp.exp(logits - jnp.max(logits)))

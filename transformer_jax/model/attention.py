@@ -45,7 +45,9 @@ def attend(
     Reference: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 2023, "GQA"; Gemma Team
     2024, "Gemma 2", section 2 (softcap).
     """
-    T = q.shape[1]
+    T, N = q.shape[1:3]
+    if jax.default_backend() == "cpu" and T == 1 and k.shape[1] == N and k.dtype == jnp.bfloat16:
+        return attend_twice(q, k, v, may, scale, softcap)
     drops = dropout_key is not None and dropout_rate > 0
     if jax.default_backend() != "cpu" or T < FEWEST_TRANSPOSED or softcap is not None or drops:
         return attend_plainly(q, k, v, may, scale, softcap, dropout_rate, dropout_key)
@@ -75,6 +77,22 @@ def attend_plainly(
     weights = dropout(weights, dropout_rate, dropout_key)
     # In the order of the result's own dimensions XLA would copy v, which may be a whole cache, to transpose it.
     return jnp.einsum("BKGTS,BKSH->BKGTH", weights, v).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def attend_twice(
+    q: Float[Array, "B 1 N H"],
+    k: Float[Array, "B N S H"],
+    v: Float[Array, "B N S H"],
+    may: Bool[Array, "B 1 S"],
+    scale: float,
+    softcap: float | None,
+) -> Float[Array, "B 1 N H"]:
+    """`attend` for one query a head, asked twice.
+
+    In bfloat16 the product of keys with a single vector makes XLA's CPU backend write the whole cache out as float32.
+    """
+    q, may = jnp.concatenate([q, q], axis=1), jnp.concatenate([may, may], axis=1)
+    return attend_plainly(q, k, v, may, scale, softcap)[:, :1]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))

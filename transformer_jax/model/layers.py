@@ -1,6 +1,7 @@
 """What acts on each token alone: matrix products, norms, the feed-forward layer, dropout.
 
-Everything here is a free function on arrays. Tokens mix in attention.py and nowhere else.
+Everything here is a free function on arrays. Tokens mix in attention.py and nowhere else. Gradients that are written
+out are for reverse mode alone: `jax.jvp` cannot pass through them.
 """
 
 from collections.abc import Callable
@@ -165,7 +166,10 @@ def layer_norm(
 
 
 def dropout(x: Float[Array, "..."], rate: float, key: PRNGKeyArray | None) -> Float[Array, "..."]:
-    """Zero each entry with probability `rate` and divide the others by 1 - rate; without a key, do nothing."""
+    """Zero each entry with probability `rate` and divide the others by 1 - rate; without a key, do nothing.
+
+    Reference: Srivastava et al. 2014, "Dropout", section 4, with the division moved to training.
+    """
     if key is None or rate == 0:
         return x
     keep = jax.random.bernoulli(key, 1 - rate, x.shape)

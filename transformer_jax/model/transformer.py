@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from transformer_jax.architecture import LayerKind, ModelConfig
+from transformer_jax.errors import UserError
 from transformer_jax.model.block import Block, Context, Linear, Norm, declare
 from transformer_jax.model.cache import KVCache, empty_cache, write_positions
 from transformer_jax.model.experts import Routing
@@ -45,7 +46,7 @@ class Model(NamedTuple):
     unembed: Callable[..., Array]
     """unembed(params, hidden[... D]) -> logits[... V], float32."""
     init_cache: Callable[[int, int], KVCache]
-    """init_cache(batch, length) -> an empty cache."""
+    """init_cache(batch, length) -> an empty cache. Raises `UserError` for a model that is not causal."""
     logical_axes: Callable[[], Any]
     """logical_axes() -> for each parameter, the names of its dimensions as a PartitionSpec."""
     vocab_size: int
@@ -196,12 +197,17 @@ def build(config: ModelConfig) -> Model:
             raise ValueError("ModelConfig.num_token_types is 0: token_types cannot be used with this model")
         if prefix_lengths is not None and config.attention != "causal":
             raise ValueError("a bidirectional model sees everything: prefix_lengths cannot be used with it")
+        # NumPy's arrays will do, also outside jit.
+        tokens, positions = jnp.asarray(tokens), jnp.asarray(positions)
+        segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
         return apply(params, tokens, positions, segment_ids, token_types, prefix_lengths, cache, dropout_key, in_order)
 
     def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         return apply(params, hidden, method="unembed")
 
     def init_cache(batch: int, length: int) -> KVCache:
+        if config.attention != "causal":
+            raise UserError("ModelConfig.attention is 'bidirectional'; continuing a text needs 'causal'")
         return empty_cache(config.L, batch, config.K, length, config.H, config.dtype)
 
     def logical_axes() -> Any:

@@ -24,6 +24,13 @@ _NAMED_AT_MOST = 5
 """How many bad lines or files an error lists; it counts the others."""
 
 
+MARK_OF_A_RUN = ".lock"
+"""A folder below a corpus that holds this file is where a run keeps its own files, and is no part of the text."""
+
+LEAST_CUT = 1000
+"""Characters up to which a document is never cut to hold out its end."""
+
+
 class Document(NamedTuple):
     """A piece of text that is read on its own."""
 
@@ -58,8 +65,8 @@ def read_corpus(paths: Sequence[str] = (), jsonl_field: str = "text") -> Corpus:
     """Read text files, folders, glob patterns (`**` is any depth) and JSONL files, each file once.
 
     No paths mean `standard_library`. A folder gives every file below it that is not hidden, in the order of the paths.
-    In a folder or pattern, files that are not text (UTF-8 without NUL) are skipped and reported; a file that is named
-    itself has to be text. Empty documents are dropped.
+    In a folder or pattern, files that are not text (UTF-8 without NUL) are skipped and reported, and the folders of
+    runs are left out; a file that is named itself has to be text. Empty documents are dropped.
     """
     if not paths:
         return standard_library()
@@ -101,7 +108,8 @@ def split(documents: Sequence[Document], holdout: float) -> Split:
 
     So a document stays on its side when files are renamed, added or removed, and equal documents are on one side. When
     that leaves a side empty, the documents with the smallest hash are held out; when all documents are equal, their
-    last lines are.
+    last lines are. Of a document that is longer than twice the fraction of all text the last lines alone are held out:
+    else a corpus of one book and one note could be trained on the note.
     """
     hashes = [
         int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2**64 for document in documents
@@ -116,9 +124,18 @@ def split(documents: Sequence[Document], holdout: float) -> Split:
     threshold = holdout
     if not min(hashes) < threshold <= max(hashes):
         threshold = math.nextafter(min(hashes), 1)
-    train = [document for document, place in zip(documents, hashes, strict=True) if place >= threshold]
-    heldout = [document for document, place in zip(documents, hashes, strict=True) if place < threshold]
-    return Split(train, heldout)
+    sides = Split([], [])
+    share = holdout * sum(len(document.text) for document in documents)
+    for document, place in zip(documents, hashes, strict=True):
+        if place >= threshold:
+            sides.train.append(document)
+        elif len(document.text) <= max(2 * share, LEAST_CUT):
+            sides.heldout.append(document)
+        else:
+            cut = _line_border(document, share / len(document.text))
+            sides.train.append(document._replace(text=document.text[:cut]))
+            sides.heldout.append(document._replace(text=document.text[cut:]))
+    return sides
 
 
 def fingerprint(documents: Iterable[Document]) -> str:
@@ -175,7 +192,9 @@ def _files(path: str) -> Iterator[tuple[Path, bool]]:
             )
         yield Path(path), True
     elif any(character in path for character in "*?["):
-        matches = sorted(match for match in glob.glob(path, recursive=True) if os.path.isfile(match))
+        matches = sorted(
+            match for match in glob.glob(path, recursive=True) if os.path.isfile(match) and not _of_run(match)
+        )
         if not matches:
             raise UserError(f"the pattern {path} matches no file (seen from {os.getcwd()})")
         yield from ((Path(match), False) for match in matches)
@@ -185,14 +204,21 @@ def _files(path: str) -> Iterator[tuple[Path, bool]]:
         )
 
 
+def _of_run(path: str) -> bool:
+    return any((folder / MARK_OF_A_RUN).exists() for folder in Path(path).parents)
+
+
 def _walk(root: Path, left_out: set[str]) -> list[Path]:
-    """List the regular files below a folder that are not hidden, by path; links to folders are not followed."""
+    """List the regular files below a folder that are neither hidden nor a run's, by path; links are not followed."""
 
     def fail(error: OSError) -> None:
         raise UserError(f"cannot read the folder {error.filename}: {error.strerror}")
 
     found = []
     for folder, subfolders, names in os.walk(root, onerror=fail):
+        if MARK_OF_A_RUN in names and Path(folder) != root:
+            subfolders.clear()
+            continue
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in left_out]
         files = (Path(folder, name) for name in names if not name.startswith("."))
         found += [file for file in files if file.is_file()]

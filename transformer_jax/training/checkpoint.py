@@ -112,7 +112,9 @@ class Checkpoints:
         goes, whatever mesh it was saved from. A damaged checkpoint is set aside with a warning. Raises `UserError` if
         every one is damaged, and if the newest whole one is not of these names, shapes and dtypes.
         """
-        self.wait()
+        # Nothing is pruned before it is known which checkpoints are whole.
+        with self._writing():
+            self._writer.wait_until_finished()
         step, damaged = _newest_whole(self._folder, _ITEMS)
         if step is None:
             return None

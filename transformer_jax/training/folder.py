@@ -1,13 +1,14 @@
 """A run's folder: what is in it, who may write it, and opening it for training or for use.
 
 config.json       the exact configuration        tokenizer.json   the tokenizer
-corpus.json       the text's fingerprint         checkpoints/     see checkpoint.py
+corpus.json       fingerprints of both texts     checkpoints/     see checkpoint.py
 metrics.jsonl     every step's figures           events/          the same for TensorBoard
 curves.png        drawn at the end
 """
 
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model, Params, build, cast_matrices
 from transformer_jax.settings import differences, from_json, to_json
 from transformer_jax.sharding import on_first_device
-from transformer_jax.text.corpus import Split, fingerprint, read_corpus, split
+from transformer_jax.text.corpus import MARK_OF_A_RUN, Split, fingerprint, read_corpus, split
 from transformer_jax.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from transformer_jax.training.checkpoint import restore_params
 
@@ -31,6 +32,8 @@ MAY_CHANGE = (
     "mesh.",
     "decoding.",
     "data.workers",
+    # The text itself is known by its fingerprint.
+    "data.paths",
     *(
         f"training.{name}"
         for name in ("eval_every", "checkpoint_every", "keep_checkpoints", "sample_prompt", "sample_tokens")
@@ -70,7 +73,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("a")
+        lock = (folder / MARK_OF_A_RUN).open("a")
     except OSError as error:
         raise UserError(f"{folder} cannot hold a run ({error.strerror}); choose another --run") from None
     with lock as file:
@@ -101,7 +104,7 @@ def open_run(folder: Path, requested: RunConfig) -> Run:
 def record_run(folder: Path, run: Run) -> None:
     """Write down what the run is. Called once everything about it is known to be right."""
     write_atomically(folder / "tokenizer.json", run.tokenizer.json)
-    write_atomically(folder / "corpus.json", json.dumps({"fingerprint": run.fingerprint}) + "\n")
+    write_atomically(folder / "corpus.json", json.dumps(_fingerprints(run)) + "\n")
     write_atomically(folder / "config.json", to_json(run.config))
 
 
@@ -127,11 +130,7 @@ def open_trained(folder: Path, dtype: DType | None = None) -> Trained:
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     params, step = restore_params(folder / "checkpoints", on_first_device(shapes))
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    if tokenizer.vocab_size > config.model.V:
-        raise UserError(
-            f"{folder / 'tokenizer.json'} has {tokenizer.vocab_size} ids and the model {config.model.V}: it is not the"
-            " tokenizer that the run was trained with"
-        )
+    _check_tokenizer(folder, tokenizer)
     return Trained(config, model, cast_matrices(params, config.model.dtype), tokenizer, step)
 
 
@@ -156,7 +155,7 @@ def _recorded_config(folder: Path) -> RunConfig | None:
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     # A run that was killed while it made its folder leaves these.
-    ours = {".lock", "tokenizer.json", "tokenizer.json.tmp", "corpus.json", "corpus.json.tmp", "config.json.tmp"}
+    ours = {MARK_OF_A_RUN, "tokenizer.json", "tokenizer.json.tmp", "corpus.json", "corpus.json.tmp", "config.json.tmp"}
     others = sorted({file.name for file in folder.iterdir()} - ours)
     if others:
         raise UserError(
@@ -192,13 +191,37 @@ def _check_same(folder: Path, recorded: RunConfig, run: Run) -> None:
             f"{folder} holds a run of another configuration (recorded | requested):\n{listed}\n"
             "give the recorded settings to go on with it, or choose another --run"
         )
-    try:
-        same = json.loads(_read_text(folder / "corpus.json"))["fingerprint"] == run.fingerprint
-    except (ValueError, TypeError, KeyError):
-        raise UserError(f"{folder / 'corpus.json'} is damaged; restore it, or choose another --run") from None
-    if not same:
+    recorded_prints, ours = _recorded_fingerprints(folder), _fingerprints(run)
+    if recorded_prints["fingerprint"] != ours["fingerprint"]:
         raise UserError(
             f"the corpus has changed since the run in {folder} began; restore the text, or choose another --run"
+        )
+    _check_tokenizer(folder, run.tokenizer)
+
+
+def _fingerprints(run: Run) -> dict[str, str]:
+    return {"fingerprint": run.fingerprint, "tokenizer": _digest(run.tokenizer)}
+
+
+def _digest(tokenizer: Tokenizer) -> str:
+    return hashlib.sha256(tokenizer.json.encode()).hexdigest()
+
+
+def _recorded_fingerprints(folder: Path) -> dict[str, str]:
+    path = folder / "corpus.json"
+    try:
+        recorded = json.loads(_read_text(path))
+        return {name: recorded[name] for name in ("fingerprint", "tokenizer")}
+    except (ValueError, TypeError, KeyError):
+        raise UserError(f"{path} is damaged; restore it, or choose another --run") from None
+
+
+def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Refuse another tokenizer than the run began with: its ids would mean other texts."""
+    if _recorded_fingerprints(folder)["tokenizer"] != _digest(tokenizer):
+        raise UserError(
+            f"{folder / 'tokenizer.json'} has changed since the run began: it is not the tokenizer that the model was"
+            " trained with; restore it, or choose another --run"
         )
 
 

@@ -9,9 +9,20 @@ from transformer_jax.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Rise linearly from 0 over the warm-up, then fall along half a cosine to the final fraction at the last step."""
+    """Rise linearly over the warm-up, then fall along half a cosine; a function of the updates made before.
+
+        update t = 1 ... steps:   peak t / warmup                                          up to t = warmup
+                                  peak (f + (1 - f) (1 + cos(pi (t - warmup) / (steps - warmup))) / 2)    after it
+
+    So no update is lost to a rate of 0, and the last one has the final fraction f of the peak.
+
+    Reference: Loshchilov and Hutter 2017, "SGDR", equation 5.
+    """
     peak, warmup = config.learning_rate, min(config.warmup_steps, steps)
-    return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, max(steps, warmup + 1), peak * config.final_fraction)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, peak, warmup, max(steps, warmup + 1), peak * config.final_fraction
+    )
+    return lambda count: schedule(count + 1)
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

@@ -58,7 +58,8 @@ def make_train_step(model: Model, optimizer: optax.GradientTransformation) -> Tr
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         def mean_loss(params: Params) -> tuple[Array, Array]:
             total, weight = batch_loss(model, params, batch, jax.random.fold_in(state.key, state.step))
-            return total / jnp.maximum(weight, 1), weight
+            # A batch without a target has no gradient.
+            return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0), weight
 
         (loss, weight), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
