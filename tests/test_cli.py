@@ -6,17 +6,23 @@ import sys
 
 import pytest
 
+import transformer_jax
 from transformer_jax.cli import main
 
 MISTAKES = {
     "preset": (["train", "--preset", "huge"], "no preset is called 'huge'; expected one of tiny, small"),
     "value": (["train", "--model.num-heads", "3"], "ModelConfig.d_model is 256; expected a multiple of num_heads = 3"),
     "range": (["train", "--optimizer.clip-norm", "-1"], "OptimizerConfig.clip_norm is -1.0; expected more than 0"),
-    "folder": (["generate", "--model", "nowhere", "--prompt", "a"], "nowhere is not a run folder"),
+    "folder": (["generate", "--model", "nowhere", "--prompt", "a"], "there is no model at 'nowhere'"),
     "no paths": (["train", "--data.paths", "--training.steps", "3"], "--data.paths is empty"),
     "preset twice": (["train", "--preset", "tiny", "--preset", "huge"], "no preset is called 'huge'"),
     "mesh": (["train", "--mesh.data", "-1", "--mesh.fsdp", "-1"], "at most one size may be -1"),
 }
+
+
+def test_the_version_is_told(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{transformer_jax.__version__}\n"
 
 
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)

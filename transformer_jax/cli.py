@@ -4,6 +4,7 @@
     generate   continue a prompt
     batch      continue every prompt of a file
     bench      measure rates beside the limits of this machine
+    --version  tell the version
 
 Nothing here needs JAX until a command runs, so help is quick.
 """
@@ -23,6 +24,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from transformer_jax import __version__
 from transformer_jax.architecture import DType
 from transformer_jax.config import DecodingConfig, RunConfig
 from transformer_jax.errors import UserError
@@ -214,12 +216,19 @@ def _print_rows(title: str, rows: Sequence[Mapping[str, Any]], as_json: bool) ->
     Console(width=120).print(make_table(title, columns, table))
 
 
+NARROWEST = 40
+"""Columns of a terminal that everything is laid out for at least."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 for a mistake of the user's, 128 + n after signal n."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character shows a question mark.
             stream.reconfigure(errors="replace")
+    if os.environ.get("COLUMNS", "").isdigit() and int(os.environ["COLUMNS"]) < NARROWEST:
+        # On fewer columns help would never end, and tables would be empty.
+        os.environ["COLUMNS"] = str(NARROWEST)
     warnings.formatwarning = lambda message, *_: f"warning: {message}\n"
     try:
         command = _parse(sys.argv[1:] if arguments is None else arguments)
@@ -248,6 +257,8 @@ def _fail(message: str) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> Callable[[], int]:
+    if list(arguments) == ["--version"]:
+        return _print_version
     _refuse_empty(arguments)
     named = _preset_name(arguments)
     train: Any = Annotated[Train, tyro.conf.subcommand("train", default=Train(preset(named), named))]
@@ -257,6 +268,11 @@ def _parse(arguments: Sequence[str]) -> Callable[[], int]:
     ]
     commands = train | _named("generate", Generate) | _named("batch", Batch) | bench
     return tyro.cli(commands, prog="transformer-jax", args=arguments)
+
+
+def _print_version() -> int:
+    print(__version__)
+    return 0
 
 
 def _named(name: str, command: type) -> Any:

@@ -17,9 +17,9 @@ from transformer_jax.decoding.generate import (
     decode,
     decode_step,
     generate,
-    prefill,
     stream,
 )
+from transformer_jax.decoding.prefill import prefill
 from transformer_jax.decoding.sampling import sample, sampling_params
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model, Output, Params

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from transformer_jax.model.attention import attend, attend_plainly, attend_transposed
-from transformer_jax.model.layers import ACTIVATIONS, gated, product, product_with_table, rms_norm, row_major
+from transformer_jax.model.layers import (
+    ACTIVATIONS,
+    dropout,
+    gated,
+    layer_norm,
+    product,
+    product_with_table,
+    rms_norm,
+    row_major,
+)
 from transformer_jax.model.masks import MaskSpec, may_attend
 
 every_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -115,3 +124,40 @@ def test_attention_survives_large_scores_and_ties():
 def test_row_major_moves_numbers_and_changes_none():
     x = normal(0, 3, 5)
     np.testing.assert_array_equal(jax.jit(lambda x: row_major(x.T))(x), np.asarray(x).T)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_norms_are_computed_in_float32(norm):
+    """A bfloat16 sum of 4096 squares would stop growing long before its end, and a mean of 100 swallow the rest."""
+    x = normal(0, 3, 4096).at[0, 7].set(3000.0).at[1].add(100.0).astype("bfloat16")
+    exact = np.asarray(x, np.float64)
+    ones, zeros = jnp.ones(4096), jnp.zeros(4096)
+    if norm == "rms":
+        y, expected = rms_norm(x, ones, 1e-6), exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-6)
+    else:
+        centred = exact - exact.mean(-1, keepdims=True)
+        y, expected = layer_norm(x, ones, zeros, 1e-6), centred / np.sqrt(exact.var(-1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=2**-8, atol=1e-6)
+
+
+def test_dropout_keeps_the_mean():
+    x = jnp.full((200, 200), 3.0)
+    y = dropout(x, 0.2, jax.random.key(0))
+    assert set(np.unique(y)) == {0.0, np.float32(3.0 / 0.8)}
+    assert float(y.mean()) == pytest.approx(3, rel=0.01)
+
+
+def test_attention_drops_weights_and_caps_scores():
+    q = k = v = jnp.eye(4)[None, :, None] * 3
+    may = jnp.ones((1, 4, 4), bool)
+    capped = attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), may, 1.0, softcap=2.0)
+    scores = 2 * np.tanh(9 * np.eye(4) / 2)
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(capped[0, :, 0], weights * 3, atol=1e-5)
+    kept = [
+        attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), may, 0.0, dropout_rate=0.5, dropout_key=jax.random.key(seed))
+        for seed in range(40)
+    ]
+    # Each weight is a quarter; dropped, or doubled.
+    assert set(np.unique(np.stack(kept))) == {0.0, 1.5}
+    assert float(np.mean(kept)) == pytest.approx(0.75, rel=0.1)

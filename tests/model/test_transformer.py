@@ -11,7 +11,9 @@ import pytest
 from tests.model import reference
 from transformer_jax.architecture import ModelConfig, RopeScaling
 from transformer_jax.errors import UserError
+from transformer_jax.model.block import Block, Context
 from transformer_jax.model.cost import cache_bytes, num_params
+from transformer_jax.model.masks import MaskSpec, may_attend
 from transformer_jax.model.transformer import build, cast_matrices
 from transformer_jax.presets import preset
 
@@ -287,6 +289,42 @@ def test_remat_is_plain_with_dropout_too():
     assert plain[0] != gradient(c, params_of(LLAMA), tokens, jax.random.key(4))[0]
 
 
+def test_remat_keeps_less_for_the_backward_pass():
+    tokens = jnp.asarray(random_tokens(1, 8))
+
+    def trace(remat):
+        model = build(dataclasses.replace(LLAMA, remat=remat))
+
+        def loss(params):
+            return model.trunk(params, tokens, jnp.arange(8)[None]).hidden.sum()
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params_of(LLAMA)))
+
+    assert "remat" in trace("block")
+    assert "remat" not in trace("none")
+
+
+def test_dropout_strikes_each_sub_layer_by_itself():
+    """With one sub-layer silenced, an entry of the stream is what it was, or has twice what the other one adds."""
+    c = dataclasses.replace(LLAMA, dropout=0.5)
+    x, positions = jax.random.normal(jax.random.key(5), (2, 8, 32)), jnp.broadcast_to(jnp.arange(8), (2, 8))
+    context = Context({"global": may_attend(MaskSpec(causal=True), positions, positions)}, {}, positions, False)
+    params = params_of(LLAMA)["layers_0"]
+    masks = {}
+    for silent, name in (("attn", "o"), ("mlp", "down")):
+        quiet = jax.tree.map(lambda a: a, params)
+        quiet[silent][name]["weight"] = 0 * quiet[silent][name]["weight"]
+
+        def block(key, quiet=quiet):
+            return Block(c, "global").apply({"params": quiet}, x, context, None, key)[0] - x
+
+        added, struck = block(None), block(jax.random.key(7))
+        assert (jnp.isclose(struck, 2 * added, atol=1e-5) | (struck == 0)).all()
+        masks[silent] = np.asarray(struck != 0)
+        assert 0.35 < masks[silent].mean() < 0.65
+    assert (masks["attn"] != masks["mlp"]).mean() > 0.3
+
+
 def test_dropout_differs_between_keys_layers_and_rows_and_is_off_without_a_key():
     c = dataclasses.replace(LLAMA, dropout=0.5)
     tokens = np.full((2, 6), 3)
@@ -329,5 +367,11 @@ def test_a_model_needs_a_vocabulary_and_a_cache_needs_one_sequence_a_row():
         build(ModelConfig())
     model = build(LLAMA)
     tokens = jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(UserError, match="attention is 'bidirectional'; continuing a text needs 'causal'"):
+        build(CONFIGS["encoder"]).init_cache(1, 4)
+    with pytest.raises(ValueError, match="num_token_types is 0"):
+        model.trunk(params_of(LLAMA), tokens, tokens, token_types=tokens)
+    with pytest.raises(ValueError, match="a bidirectional model sees everything"):
+        build(CONFIGS["encoder"]).trunk(params_of(CONFIGS["encoder"]), tokens, tokens, prefix_lengths=tokens)
     with pytest.raises(ValueError, match="one sequence a row"):
         model.trunk(params_of(LLAMA), tokens, tokens, segment_ids=tokens, cache=model.init_cache(1, 4))

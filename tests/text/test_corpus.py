@@ -205,6 +205,16 @@ def test_when_a_side_would_be_empty_the_smallest_hash_is_held_out(holdout: float
     assert texts(sides.train) == [text for text in few if text != smallest]
 
 
+def test_of_one_large_document_among_small_ones_the_last_lines_alone_are_held_out() -> None:
+    """Whichever of the two has the smaller hash: nearly all text is trained on, and none is lost."""
+    book = "".join(f"line {number}\n" for number in range(5000))
+    for note in ("a", "b", "c", "d", "e", "f"):
+        sides = split(documents([book, note * 400]), 0.03)
+        total = len(book) + 400
+        assert sum(map(len, texts(sides.heldout))) <= 0.06 * total
+        assert sorted("".join(texts(sides.train) + texts(sides.heldout))) == sorted(book + note * 400)
+
+
 def test_of_a_single_document_the_last_lines_are_held_out() -> None:
     lines = "".join(f"line {number:03}\n" for number in range(100))
     (train,), (heldout,) = split([Document("file", lines)], 0.03)

@@ -293,6 +293,20 @@ def test_the_checkpoint_before_a_damaged_one_is_used_with_one_warning(folder: Pa
     assert names(folder) == {"10", "20", "30", "30.damaged-1"}
 
 
+def test_no_whole_checkpoint_is_removed_before_it_is_known_to_be_needed(folder: Path):
+    """Fewer are to be kept than there are, and the newest are damaged."""
+    save(folder, 10, 20, 30)
+    for step in (20, 30):
+        (folder / str(step) / CHECKSUMS).write_text("")
+    (folder / "99").mkdir()
+    with Checkpoints(folder, keep=2) as checkpoints:
+        with pytest.warns(UserWarning, match="is damaged"):
+            restored = checkpoints.restore(abstract(make_state()))
+        assert restored is not None
+        assert restored[2] == 10
+    assert "10" in names(folder)
+
+
 def test_a_second_damaged_checkpoint_does_not_replace_the_first(folder: Path):
     for _ in range(2):
         save(folder, 1, 2) if not folder.exists() else None

@@ -1,6 +1,7 @@
 """Whole runs by the real command: finished, stopped, killed, gone on with, and refused."""
 
 import json
+import math
 import os
 import random
 import shutil
@@ -17,7 +18,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from transformer_jax.errors import UserError
+from transformer_jax.text.corpus import read_corpus, split
+from transformer_jax.text.pipeline import eval_batches, make_windows
 from transformer_jax.text.tokenizer import train_bpe
+from transformer_jax.training.evaluation import bits_per_byte, make_eval_step
 from transformer_jax.training.folder import open_trained
 
 TINY = [
@@ -121,7 +125,7 @@ def assert_same_run(run: Path, expected: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_leaves_what_it_learnt(finished):
+def test_a_run_leaves_what_it_learnt(finished, corpus):
     run, done = finished
     rows = rows_of(run)
     training = [row for row in rows if "loss" in row]
@@ -137,6 +141,16 @@ def test_a_run_leaves_what_it_learnt(finished):
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 41))
     trained = open_trained(run)
     assert trained.step == 40
+    # The schedule's own equation, and bits per byte of the documents held out, computed anew.
+    rates = [row["learning_rate"] for row in training]
+    cosine = [0.05 + 0.95 * (1 + math.cos(math.pi * (t - 2) / 38)) / 2 for t in range(3, 41)]
+    np.testing.assert_allclose(rates, [3e-3 * f for f in (0.5, 1.0, *cosine)], rtol=1e-5)
+    texts = [d.text for d in split(read_corpus([str(corpus)]).documents, 0.2).heldout]
+    windows = make_windows(texts, trained.tokenizer, 16)
+    bits = bits_per_byte(
+        jax.jit(make_eval_step(trained.model)), trained.params, eval_batches(windows, 4), windows.num_bytes
+    )
+    assert rows[-1]["heldout_bits_per_byte"] == pytest.approx(bits, rel=2e-3)
     assert trained.config.training.steps == 40
     assert trained.config.model.vocab_size == 257
 
@@ -270,7 +284,7 @@ def test_what_a_finished_run_has_lost_is_made_again_or_said(finished, corpus, en
 
     own = (run / "tokenizer.json").read_bytes()
     train_bpe(["foreign text " * 9], 258).save(run / "tokenizer.json")
-    with pytest.raises(UserError, match="has 258 ids and the model 257"):
+    with pytest.raises(UserError, match="tokenizer.json has changed since the run began"):
         open_trained(run)
     (run / "tokenizer.json").write_bytes(own)
 

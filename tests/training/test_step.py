@@ -13,7 +13,7 @@ from transformer_jax.model.transformer import build
 from transformer_jax.sharding import batch_sharding, make_mesh, param_shardings, use_mesh
 from transformer_jax.text.pipeline import Batch
 from transformer_jax.training.optimizer import make_optimizer
-from transformer_jax.training.step import init_state, make_train_step
+from transformer_jax.training.step import batch_loss, compile_train_step, init_state, make_train_step
 
 C = ModelConfig(
     vocab_size=32, max_seq_len=16, num_layers=2, d_model=16, d_ff=32, num_heads=4, num_kv_heads=2, dtype="float32"
@@ -110,6 +110,46 @@ def test_meshes_that_cannot_be_are_refused():
         param_shardings(mesh, odd.logical_axes(), shapes)
     with pytest.raises(UserError, match="batch_size is 6; expected a multiple of data x fsdp = 8"):
         batch_sharding(make_mesh(MeshConfig()), 6)
+
+
+def test_packed_documents_cost_what_they_cost_alone():
+    """One window of two documents, and the two alone, padded."""
+    packed = a_batch(B=1)
+    alone = [Batch(*(np.zeros_like(x) for x in packed)) for _ in range(2)]
+    for document, columns in zip(alone, (slice(0, 10), slice(10, 16)), strict=True):
+        document.positions[:] = -1
+        for whole, part in zip(packed, document, strict=True):
+            part[:, : whole[:, columns].shape[1]] = whole[:, columns]
+    params = build(C).init(jax.random.key(0))
+    loss = jax.jit(lambda batch: batch_loss(build(C), params, batch))
+    total, weight = loss(packed)
+    assert float(total) == pytest.approx(sum(float(loss(document)[0]) for document in alone), rel=1e-6)
+    assert weight == 16
+
+
+def test_the_loss_is_the_weighted_mean_and_a_batch_without_targets_changes_nothing():
+    batch = a_batch()
+    light = batch._replace(loss_weights=batch.loss_weights / 1000)
+    assert run(C, [light])[1] == pytest.approx(run(C, [batch])[1], rel=1e-5)
+    empty = batch._replace(loss_weights=batch.loss_weights * 0)
+    decaying = OptimizerConfig(weight_decay=0.0)
+    step = jax.jit(make_train_step(build(C), make_optimizer(decaying, steps=10)))
+    state = init_state(build(C), make_optimizer(decaying, steps=10), jax.random.key(0))
+    after, metrics = step(state, empty)
+    assert (metrics["loss"], metrics["grad_norm"]) == (0, 0)
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+
+
+def test_numpy_arrays_will_do_outside_jit():
+    state = init_state(build(C), OPTIMIZER, jax.random.key(0))
+    _, metrics = make_train_step(build(C), OPTIMIZER)(state, a_batch())
+    assert float(metrics["loss"]) == pytest.approx(run(C, [a_batch()])[1][0], rel=1e-5)
+
+
+def test_the_compiled_step_uses_up_its_state():
+    state = init_state(build(C), OPTIMIZER, jax.random.key(0))
+    compile_train_step(build(C), OPTIMIZER, "float32")(state, a_batch())
+    assert all(x.is_deleted() for x in jax.tree.leaves(state.params))
 
 
 def test_a_donated_state_gives_the_same_numbers():

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from transformer_jax.config import DecodingConfig
-from transformer_jax.decoding.generate import check_prompt
+from transformer_jax.decoding.prefill import check_prompt
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model
 from transformer_jax.text.tokenizer import Tokenizer

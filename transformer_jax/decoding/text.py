@@ -5,6 +5,7 @@ from typing import Any
 
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.generate import stream
+from transformer_jax.decoding.prefill import check_prompt
 from transformer_jax.model.transformer import Model, Params
 from transformer_jax.text.tokenizer import Tokenizer
 
@@ -19,6 +20,7 @@ def stream_text(
     Raises `UserError` when the prompt does not fit into the context.
     """
     tokens = tokenizer.begin(prompt)
+    check_prompt(model, tokens)
     choice: dict[str, Any] = {
         "stop_ids": tokenizer.stop_ids,
         "vocab_limit": min(tokenizer.vocab_size, model.vocab_size),

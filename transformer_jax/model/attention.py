@@ -38,9 +38,10 @@ def attend(
 
         y = softmax(q k^T scale, over the keys that may be seen) v
 
-    Query head n reads key/value head n // G. Scores and softmax are float32. A query that may see nothing yields zeros.
-    With a `softcap` scores are bent before they are masked, cap tanh(score / cap); with a key weights are dropped.
-    `triangular` promises that may[b, t, s] is false wherever s > t, so that about half of the work can be left out.
+    Query head n reads key/value head n // G. The softmax is float32; products have the compute dtype. A query that may
+    see nothing yields zeros. With a `softcap` scores are bent before they are masked, cap tanh(score / cap); with a key
+    weights are dropped. `triangular` promises that may[b, t, s] is false wherever s > t, so that about half of the work
+    can be left out.
 
     Reference: Vaswani et al. 2017, "Attention Is All You Need", equation 1; Ainslie et al. 2023, "GQA"; Gemma Team
     2024, "Gemma 2", section 2 (softcap).

@@ -79,6 +79,8 @@ class Context:
 
 
 class Attention(nn.Module):
+    """Queries, keys and values of x; `attend`; and the product that leads back to the width of the stream."""
+
     config: ModelConfig
     kind: LayerKind
 
@@ -123,6 +125,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
+
     config: ModelConfig
 
     @nn.compact
@@ -137,6 +141,8 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
+    """A router, and E gated feed-forward layers of which each token passes a few."""
+
     config: ModelConfig
 
     @nn.compact
@@ -158,6 +164,13 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and a feed-forward layer around the residual stream, norms where `ModelConfig.residual` puts them.
+
+    Reference: Vaswani et al. 2017, section 3.1 (post); Xiong et al. 2020, "On Layer Normalization in the Transformer
+    Architecture", figure 1 (pre); Wang and Komatsuzaki 2021, "GPT-J-6B" (parallel); Gemma Team 2024, "Gemma 2", table 1
+    (pre and post); OLMo Team 2024, "2 OLMo 2 Furious", section 3 (branch).
+    """
+
     config: ModelConfig
     kind: LayerKind
 

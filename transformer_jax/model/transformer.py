@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from transformer_jax.architecture import LayerKind, ModelConfig
@@ -19,6 +20,7 @@ from transformer_jax.model.positions import Rotation, last_positions, rotation, 
 from transformer_jax.sharding import constrain
 
 Params = Any
+AnyArray = Array | np.ndarray
 
 
 class Output(NamedTuple):
@@ -54,6 +56,8 @@ class Model(NamedTuple):
 
 
 class Transformer(nn.Module):
+    """Embeddings, L blocks, the last norm, and what makes logits of it."""
+
     config: ModelConfig
 
     def setup(self) -> None:
@@ -145,6 +149,7 @@ class Transformer(nn.Module):
         return Output(hidden, cache, jax.tree.map(lambda *layers: jnp.stack(layers), *routings) if c.E else None)
 
     def unembed(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        """logits = hidden table^T, or hidden w; with BERT's transformation before, and a bias and a soft cap behind."""
         c = self.config
         if c.output_transform:
             hidden = self.transform_norm(ACTIVATIONS[c.activation](self.transform(hidden)))
@@ -181,12 +186,12 @@ def build(config: ModelConfig) -> Model:
 
     def trunk(
         params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
+        tokens: Int[AnyArray, "B T"],
+        positions: Int[AnyArray, "B T"],
         *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        token_types: Int[Array, "B T"] | None = None,
-        prefix_lengths: Int[Array, "B T"] | None = None,
+        segment_ids: Int[AnyArray, "B T"] | None = None,
+        token_types: Int[AnyArray, "B T"] | None = None,
+        prefix_lengths: Int[AnyArray, "B T"] | None = None,
         cache: KVCache | None = None,
         dropout_key: PRNGKeyArray | None = None,
         in_order: bool = False,

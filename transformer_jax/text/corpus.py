@@ -24,7 +24,7 @@ _NAMED_AT_MOST = 5
 """How many bad lines or files an error lists; it counts the others."""
 
 
-MARK_OF_A_RUN = ".lock"
+MARK_OF_A_RUN = ".transformer_jax.lock"
 """A folder below a corpus that holds this file is where a run keeps its own files, and is no part of the text."""
 
 LEAST_CUT = 1000

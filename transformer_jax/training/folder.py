@@ -72,6 +72,10 @@ def locked(folder: Path) -> Iterator[None]:
     Raises `UserError` when another process is at work there.
     """
     try:
+        str(folder.absolute()).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"the folder's name {str(folder)!a} is not UTF-8 text; choose another --run") from None
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / MARK_OF_A_RUN).open("a")
     except OSError as error:
@@ -150,8 +154,9 @@ def write_atomically(path: Path, text: str) -> None:
 def _recorded_config(folder: Path) -> RunConfig | None:
     path = folder / "config.json"
     if path.exists():
+        text = _read_text(path)
         try:
-            return from_json(RunConfig, _read_text(path))
+            return from_json(RunConfig, text)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     # A run that was killed while it made its folder leaves these.

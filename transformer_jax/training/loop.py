@@ -53,7 +53,9 @@ def train(requested: RunConfig, folder: Path, console: Console) -> Stopped | Non
             console.print("No checkpoint was saved: beginning anew.", highlight=False)
         log = stack.enter_context(closing(MetricsLog(folder, int(state.step))))
         last = run.config.training.steps
-        if int(state.step) >= last and not any(row["step"] == last and "sample" in row for row in log.rows):
+        if int(state.step) >= last and not any(
+            row["step"] == last and "heldout_bits_per_byte" in row for row in log.rows
+        ):
             # The figures of the end have been lost.
             _evaluate(setup, state, log, console)
         stopped = _run_steps(setup, state, checkpoints, log, console)

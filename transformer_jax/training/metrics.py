@@ -74,8 +74,8 @@ class MetricsLog:
             yield
         except OSError as error:
             raise UserError(
-                f"{self._path} cannot be written ({error.strerror}); make room and run the same command again:"
-                " it goes on from the newest checkpoint"
+                f"{error.filename or self._path} cannot be written ({error.strerror}); make room and run the same"
+                " command again: it goes on from the newest checkpoint"
             ) from None
 
 

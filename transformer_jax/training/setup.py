@@ -9,7 +9,7 @@ import optax
 from rich.console import Console
 
 from transformer_jax.config import RunConfig
-from transformer_jax.decoding.generate import check_prompt
+from transformer_jax.decoding.prefill import check_prompt
 from transformer_jax.errors import UserError
 from transformer_jax.machine import memory_bytes
 from transformer_jax.model.cost import num_params
@@ -80,9 +80,8 @@ def set_up(run: Run, mesh: Mesh) -> Setup:
 def _warn_of_loss(run: Run) -> None:
     """Say so when bits per byte would look better than they are: a text that is lost costs a model nothing."""
     texts = [document.text for document in run.split.heldout]
-    lost = sum(
-        run.tokenizer.decode(ids) != text for ids, text in zip(run.tokenizer.encode_batch(texts), texts, strict=True)
-    )
+    encoded = run.tokenizer.encode_batch(texts)
+    lost = sum(run.tokenizer.decode(ids.tolist()) != text for ids, text in zip(encoded, texts, strict=True))
     if lost:
         warnings.warn(
             f"the tokenizer does not give back {lost} of the {len(texts)} held-out documents as they were: bits per"

@@ -40,7 +40,7 @@ def batch_loss(
     model: Model, params: Params, batch: Batch, dropout_key: PRNGKeyArray | None = None
 ) -> tuple[Array, Array]:
     """Predict every next token of the batch at once (teacher forcing); returns the sums of the loss and the weights."""
-    hidden = model.trunk(
+    hidden, *_ = model.trunk(
         params,
         batch.tokens,
         batch.positions,
