@@ -14,17 +14,17 @@ from transformer_jax.presets import preset
 if TYPE_CHECKING:
     from transformer_jax.decoding.generate import generate
     from transformer_jax.model.transformer import Model, build
-    from transformer_jax.training.folder import open_trained
+    from transformer_jax.training.open_model import open_model
 
 __version__ = "0.1.0"
 
-__all__ = ["Model", "ModelConfig", "RunConfig", "UserError", "build", "generate", "open_trained", "preset"]
+__all__ = ["Model", "ModelConfig", "RunConfig", "UserError", "build", "generate", "open_model", "preset"]
 
 _HOMES = {
     "Model": "transformer_jax.model.transformer",
     "build": "transformer_jax.model.transformer",
     "generate": "transformer_jax.decoding.generate",
-    "open_trained": "transformer_jax.training.folder",
+    "open_model": "transformer_jax.training.open_model",
 }
 
 

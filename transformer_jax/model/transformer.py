@@ -53,6 +53,8 @@ class Model(NamedTuple):
     """logical_axes() -> for each parameter, the names of its dimensions as a PartitionSpec."""
     vocab_size: int
     max_seq_len: int
+    pool: Callable[..., Array] | None = None
+    """pool(params, hidden[... D]) -> [... D], BERT's layer over the first token; None where there is none."""
 
 
 class Transformer(nn.Module):
@@ -218,7 +220,19 @@ def build(config: ModelConfig) -> Model:
     def logical_axes() -> Any:
         return nn.get_partition_spec(jax.eval_shape(boxed, jax.random.key(0)))
 
-    return Model(init, trunk, unembed, init_cache, logical_axes, config.V, config.max_seq_len)
+    def pool(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        return apply(params, hidden, method="pool")
+
+    return Model(
+        init,
+        trunk,
+        unembed,
+        init_cache,
+        logical_axes,
+        vocab_size=config.V,
+        max_seq_len=config.max_seq_len,
+        pool=pool if config.pooler else None,
+    )
 
 
 def cast_matrices(params: Params, dtype: jax.typing.DTypeLike) -> Params:

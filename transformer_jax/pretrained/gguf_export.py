@@ -13,6 +13,7 @@ from transformer_jax.architecture import ModelConfig, RopeScaling
 from transformer_jax.errors import UserError
 from transformer_jax.model.positions import rope_frequencies
 from transformer_jax.model.transformer import Params
+from transformer_jax.pretrained.extra import load_extra
 from transformer_jax.pretrained.families import canonical, write_config
 from transformer_jax.pretrained.gguf import (
     ARCHITECTURES,
@@ -132,16 +133,15 @@ def _check_same(name: str, architecture: Architecture, settings: Tree, c: ModelC
 def _write(
     path: Path, name: str, settings: Tree, architecture: Architecture, c: ModelConfig, params: Params, kind: GGUFType
 ) -> None:
-    from gguf import GGUFWriter
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import quant_shape_to_byte_shape, quantize
+    gguf = load_extra("gguf")
+    quants = load_extra("gguf.quants")
 
     def kind_of(shape: tuple[int, ...]) -> Any:
-        chosen = GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
-        fits = not shape or shape[-1] % GGML_QUANT_SIZES[chosen][0] == 0
-        return chosen if fits else GGMLQuantizationType.F16
+        chosen = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
+        fits = not shape or shape[-1] % gguf.GGML_QUANT_SIZES[chosen][0] == 0
+        return chosen if fits else gguf.GGMLQuantizationType.F16
 
-    writer = GGUFWriter(path, name)
+    writer = gguf.GGUFWriter(path, name)
     for setting, value in settings.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add.get(type(value), writer.add_array)(setting, value)
@@ -151,13 +151,13 @@ def _write(
     factors = _factors(c)
     for tensor, array in [*factors.items(), *zip(names, shapes, strict=True)]:
         stored = kind_of(array.shape)
-        shape = quant_shape_to_byte_shape(array.shape, stored)
+        shape = quants.quant_shape_to_byte_shape(array.shape, stored)
         writer.add_tensor_info(tensor, shape, np.dtype(np.uint8), math.prod(shape), stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for _, array in [*factors.items(), *tensors_of(architecture.rows, c, params)]:
-        writer.write_tensor_data(quantize(np.asarray(array, np.float32), kind_of(array.shape)))
+        writer.write_tensor_data(quants.quantize(np.asarray(array, np.float32), kind_of(array.shape)))
     writer.close()
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from transformer_jax.errors import UserError
+from transformer_jax.pretrained.extra import load_extra
 
 MOST_DIMENSIONS = 4
 NUMBERS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -41,8 +42,7 @@ class GGUFTensor:
 
     def read(self) -> Float32[np.ndarray, "..."]:
         """Turn the blocks into numbers."""
-        from gguf.quants import dequantize
-
+        dequantize = load_extra("gguf.quants").dequantize
         row_bytes = self.size // math.prod(self.shape[:-1])
         blocks = np.memmap(self.path, np.uint8, "r", self.begin, (*self.shape[:-1], row_bytes))
         return dequantize(np.asarray(blocks), self.kind).astype(np.float32, copy=False).reshape(self.shape)
@@ -112,8 +112,8 @@ class _Reader:
                 self.fail(f"ends at byte {len(self.content):,}, within the tensor {name!r}, which ends at byte {end:,}")
 
     def tensor(self, name: str, alignment: int) -> tuple[Any, tuple[int, ...], int, int]:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
+        constants = load_extra("gguf.constants")
+        GGMLQuantizationType, GGML_QUANT_SIZES = constants.GGMLQuantizationType, constants.GGML_QUANT_SIZES
         dimensions = self.number("<I", name)
         if not 1 <= dimensions <= MOST_DIMENSIONS:
             self.fail(f"has the tensor {name!r} with {dimensions} dimensions; expected 1 to {MOST_DIMENSIONS}")

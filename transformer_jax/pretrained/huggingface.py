@@ -17,6 +17,7 @@ import numpy as np
 from transformer_jax.architecture import DType, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Params, build
+from transformer_jax.pretrained.extra import load_extra
 from transformer_jax.pretrained.families import family_of, read_config, write_config
 from transformer_jax.pretrained.names import Row, expand
 from transformer_jax.pretrained.safetensors import StoredTensor, open_folder
@@ -141,12 +142,18 @@ def _warn_of_untied(tensors: Mapping[str, StoredTensor], table: str) -> None:
 
 
 def save_folder(
-    folder: Path, c: ModelConfig, params: Params, tokenizer: Tokenizer | None = None, *, prefer: str | None = None
+    folder: Path,
+    c: ModelConfig,
+    params: Params,
+    tokenizer: Tokenizer | None = None,
+    *,
+    prefer: str | None = None,
+    dtype: str = "float32",
 ) -> None:
     """Write a model, with its tokenizer, as a new folder that transformers loads.
 
-    Tensors have the precision of the parameters given. Raises `UserError` when no family computes this model exactly
-    (of several the one called `prefer` is taken), or when the folder exists already.
+    `dtype` is the precision that the parameters given have. Of several families that compute the model exactly, the one
+    called `prefer` is taken. Raises `UserError` when there is none, or when the folder exists already.
     """
     family, settings = write_config(c, prefer)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
@@ -155,8 +162,9 @@ def save_folder(
     try:
         temporary.mkdir(parents=True)
         _write_tensors(temporary, tensors_of(family.rows, c, params))
-        control = {} if tokenizer is None else {"eos_token_id": tokenizer.end_of_text}
-        write_json(temporary / "config.json", {**UNSET_TOKENS, **settings, **control})
+        stops = [] if tokenizer is None else list(tokenizer.stop_ids)
+        control = {"eos_token_id": stops if len(stops) > 1 else stops[0]} if stops else {}
+        write_json(temporary / "config.json", {**UNSET_TOKENS, **settings, "dtype": dtype, **control})
         write_json(temporary / "generation_config.json", control)
         if tokenizer is not None:
             tokenizer.save(temporary / "tokenizer.json")
@@ -180,8 +188,7 @@ def tensors_of(table: tuple[Row, ...], c: ModelConfig, params: Params) -> Iterat
 
 def _write_tensors(folder: Path, tensors: Iterator[tuple[str, Any]]) -> None:
     """Write files of at most SHARD_BYTES, so that no more is held twice, and an index where there are several."""
-    from safetensors.numpy import save_file
-
+    save_file = load_extra("safetensors.numpy").save_file
     places: dict[str, str] = {}
     shard: dict[str, np.ndarray] = {}
     total = held = 0

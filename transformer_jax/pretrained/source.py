@@ -10,6 +10,7 @@ from pathlib import Path
 
 from transformer_jax.architecture import DType
 from transformer_jax.errors import UserError
+from transformer_jax.pretrained.extra import load_extra
 from transformer_jax.pretrained.gguf import load_gguf
 from transformer_jax.pretrained.huggingface import Pretrained, load_folder
 
@@ -85,8 +86,7 @@ PACKAGES: Mapping[str, Callable[[], Path]] = {"smollm2": _smollm2, "gemma3-270m"
 
 def _fetch(name: str) -> Path:
     """Fetch a folder of the hub into its own cache, or take it from there."""
-    from huggingface_hub import snapshot_download
-
+    snapshot_download = load_extra("huggingface_hub").snapshot_download
     try:
         return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
     except OSError as error:
