@@ -60,7 +60,8 @@ def test_every_hidden_state_of_smollm2_and_its_logits():
     block = jax.jit(lambda params, x: Block(c, "global").apply({"params": params}, x, context, None, None)[0])
     x = found.params["embed"][tokens]
     for layer in range(c.L):
-        np.testing.assert_allclose(x[0], expected["hidden"][layer], atol=1e-3, err_msg=f"before layer {layer}")
+        # One entry of the first token grows to 22,552, where float32 numbers lie 0.002 apart, and shrinks again.
+        np.testing.assert_allclose(x[0], expected["hidden"][layer], rtol=1e-5, atol=1e-3, err_msg=f"layer {layer}")
         x = block(found.params[f"layers_{layer}"], x)
     hidden = found.model.trunk(found.params, tokens, positions).hidden
     np.testing.assert_allclose(hidden[0], expected["hidden"][-1], atol=1e-3)

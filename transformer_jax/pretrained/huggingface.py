@@ -196,6 +196,8 @@ def _write_tensors(folder: Path, tensors: Iterator[tuple[str, Any]]) -> None:
     def write_shard() -> None:
         name = f"model-{len(set(places.values())) + 1:05d}.safetensors"
         save_file(shard, folder / name, metadata={"format": "pt"})
+        # Written for its owner alone, unlike every other file here.
+        (folder / name).chmod((folder.stat().st_mode & 0o666) | 0o600)
         places.update(dict.fromkeys(shard, name))
         shard.clear()
 
