@@ -145,6 +145,10 @@ class ModelConfig:
     """Experts that each token passes through."""
     renormalize_experts: bool = True
     """Whether the chosen experts' probabilities are divided by their sum."""
+    balance_loss: float = 0.01
+    """Where there are experts, weight of the load-balancing loss while training."""
+    router_z_loss: float = 0.001
+    """Where there are experts, weight of the square of the routers' log-normalizers while training."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
     """Which products of attention add a bias; all includes the output."""
     mlp_bias: bool = False
@@ -180,6 +184,8 @@ class ModelConfig:
             check(self, name, getattr(self, name) > 0, "more than 0")
         for name in ("query_scale", "attention_softcap", "logit_softcap", "local_rope_theta", "window", "head_dim"):
             check(self, name, getattr(self, name) is None or getattr(self, name) > 0, "more than 0, or null")
+        for name in ("balance_loss", "router_z_loss"):
+            check(self, name, getattr(self, name) >= 0, "at least 0")
         for name in ("dropout", "attention_dropout"):
             check(self, name, 0 <= getattr(self, name) < 1, "at least 0 and less than 1")
         for name in ("max_seq_len", "num_layers", "d_model", "d_ff", "num_heads", "head_dim", "vocab_size"):

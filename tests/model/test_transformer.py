@@ -201,6 +201,19 @@ def test_the_promise_of_order_changes_no_number(c):
     np.testing.assert_allclose(hidden(True), hidden(False), atol=2e-5)
 
 
+def test_a_prefix_is_seen_whole_and_what_follows_it_is_causal():
+    """Every output moves with a token of the prefix, and none before it moves with a later one."""
+    tokens = random_tokens(1, 9)
+    prefix = jnp.full((1, 9), 4)
+    before = logits_of(LLAMA, tokens, prefix_lengths=prefix)
+    assert not np.allclose(before[:, :3], logits_of(LLAMA, tokens)[:, :3], atol=1e-3)
+    for place, moved_from in ((3, 0), (6, 6)):
+        changed = tokens.copy()
+        changed[0, place] = (changed[0, place] + 1) % 61
+        moved = (logits_of(LLAMA, changed, prefix_lengths=prefix) != before).any(axis=-1)[0]
+        assert moved.tolist() == [t >= moved_from for t in range(9)]
+
+
 @every_decoder
 @pytest.mark.parametrize("chunks", [[1] * 12, [12], [5, 1, 3, 3], [7, 5]])
 def test_cached_in_any_chunks_is_as_whole(c, chunks):

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.training.objectives import next_token_loss
+from transformer_jax.model.experts import observe, route
+from transformer_jax.training.objectives import load_balancing_loss, next_token_loss, router_z_loss
 
 
 def test_uniform_logits_cost_the_logarithm_of_the_vocabulary():
@@ -32,3 +33,24 @@ def test_what_weighs_nothing_adds_nothing_even_where_logits_are_large():
     logits = jnp.asarray([[1e4, -1e4, 0.0], [1.0, 1.0, 1.0]])
     total, weight = next_token_loss(logits, jnp.asarray([1, 0]), jnp.asarray([0.0, 0.0]))
     assert (total, weight) == (0, 0)
+
+
+def test_losses_of_a_router_agree_with_their_equations_and_leave_padding_out():
+    """Two experts of four for each of five tokens; the last two are padding."""
+    logits = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
+    _, ids = route(jnp.asarray(logits), 2, True)
+    routing = jax.tree.map(lambda x: x[None], observe(jnp.asarray(logits), ids, jnp.arange(5) < 3))
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    chosen = np.zeros(4)
+    for row in probabilities[:3]:
+        chosen[np.argsort(-row)[:2]] += 1 / 3
+    balance = 4 * (chosen * probabilities[:3].mean(0)).sum()
+    assert float(load_balancing_loss(routing)) == pytest.approx(balance, rel=1e-5)
+    assert float(router_z_loss(routing)) == pytest.approx((np.log(np.exp(logits[:3]).sum(-1)) ** 2).mean(), rel=1e-5)
+
+
+def test_an_even_router_has_the_least_balance_loss():
+    even = jnp.zeros((8, 4))
+    ids = jnp.asarray([[i % 4, (i + 1) % 4] for i in range(8)])
+    routing = jax.tree.map(lambda x: x[None], observe(even, ids, jnp.ones(8, bool)))
+    assert float(load_balancing_loss(routing)) == pytest.approx(2)

@@ -13,7 +13,13 @@ from transformer_jax.model.transformer import build
 from transformer_jax.sharding import batch_sharding, make_mesh, param_shardings, use_mesh
 from transformer_jax.text.pipeline import Batch
 from transformer_jax.training.optimizer import make_optimizer
-from transformer_jax.training.step import batch_loss, compile_train_step, init_state, make_train_step
+from transformer_jax.training.step import (
+    RouterWeights,
+    batch_loss,
+    compile_train_step,
+    init_state,
+    make_train_step,
+)
 
 C = ModelConfig(
     vocab_size=32, max_seq_len=16, num_layers=2, d_model=16, d_ff=32, num_heads=4, num_kv_heads=2, dtype="float32"
@@ -138,6 +144,26 @@ def test_the_loss_is_the_weighted_mean_and_a_batch_without_targets_changes_nothi
     after, metrics = step(state, empty)
     assert (metrics["loss"], metrics["grad_norm"]) == (0, 0)
     jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+
+
+def test_experts_are_balanced_when_balance_weighs():
+    """A router whose first expert is favoured, trained with and without the loss; the loss itself is told apart."""
+    c = dataclasses.replace(C, num_experts=4, experts_per_token=1)
+    model = build(c)
+    start = init_state(model, OPTIMIZER, jax.random.key(0))
+    for layer in range(2):
+        router = start.params[f"layers_{layer}"]["mlp"]["router"]
+        router["weight"] = router["weight"].at[:, 0].add(0.5)
+    ends = []
+    for weights in (RouterWeights(), RouterWeights(balance=1.0, z=0.1)):
+        step = jax.jit(make_train_step(model, OPTIMIZER, weights))
+        state, metrics = step(start, a_batch())
+        for _ in range(29):
+            state, metrics = step(state, a_batch())
+        ends.append({name: float(value) for name, value in metrics.items()})
+    assert ends[1]["router_balance"] < 1.1 < ends[0]["router_balance"]
+    assert ends[1]["router_z"] < ends[0]["router_z"]
+    assert ends[1]["loss"] < np.log(32)
 
 
 def test_numpy_arrays_will_do_outside_jit():

@@ -51,7 +51,6 @@ WITHOUT_EFFECT = frozenset(
         "reorder_and_upcast_attn",
         "resid_pdrop",
         "return_dict",
-        "router_aux_loss_coef",
         "router_jitter_noise",
         "sep_token_id",
         "summary_activation",

@@ -108,12 +108,17 @@ def write_mistral(c: ModelConfig) -> Tree:
 def read_mixtral(settings: Settings) -> Tree:
     return read_mistral(settings) | {
         "num_experts": settings.take("num_local_experts", 8),
+        "balance_loss": settings.take("router_aux_loss_coef", 0.001),
         "experts_per_token": settings.take("num_experts_per_tok", 2),
     }
 
 
 def write_mixtral(c: ModelConfig) -> Tree:
-    return write_mistral(c) | {"num_local_experts": c.E, "num_experts_per_tok": c.experts_per_token}
+    return write_mistral(c) | {
+        "num_local_experts": c.E,
+        "num_experts_per_tok": c.experts_per_token,
+        "router_aux_loss_coef": c.balance_loss,
+    }
 
 
 def read_qwen2(settings: Settings) -> Tree:
@@ -150,6 +155,7 @@ def read_qwen3_moe(settings: Settings) -> Tree:
     return fields | {
         "d_ff": settings.take("moe_intermediate_size"),
         "num_experts": settings.take("num_experts", settings.take("num_local_experts", 128)),
+        "balance_loss": settings.take("router_aux_loss_coef", 0.001),
         "experts_per_token": settings.take("num_experts_per_tok", 8),
         "renormalize_experts": settings.take("norm_topk_prob", False),
     }
@@ -159,6 +165,7 @@ def write_qwen3_moe(c: ModelConfig) -> Tree:
     return write_qwen3(c) | {
         "moe_intermediate_size": c.F,
         "num_experts": c.E,
+        "router_aux_loss_coef": c.balance_loss,
         "num_experts_per_tok": c.experts_per_token,
         "norm_topk_prob": c.renormalize_experts,
         "decoder_sparse_step": 1,

@@ -16,7 +16,8 @@ def make_eval_step(model: Model) -> EvalStep:
     """Return the pure (params, batch) -> (sum of nats, number of targets)."""
 
     def eval_step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        return batch_loss(model, params, batch)
+        total, weight, _ = batch_loss(model, params, batch)
+        return total, weight
 
     return eval_step
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from transformer_jax.model.experts import Routing
+
 
 def next_token_loss(
     logits: Float[Array, "*rows V"], targets: Int[Array, "*rows"], loss_weights: Float[Array, "*rows"]
@@ -20,3 +22,23 @@ def next_token_loss(
     target_logits = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
     nll = jax.nn.logsumexp(logits, axis=-1) - target_logits
     return jnp.sum(nll * loss_weights), jnp.sum(loss_weights)
+
+
+def load_balancing_loss(routing: Routing) -> Float[Array, ""]:
+    """Say how unevenly tokens were sent to experts; least, at the number of experts a token passes, when evenly.
+
+        E sum_e (times e was chosen / n) (sum of e's probabilities / n),    n: tokens times layers
+
+    Reference: Fedus et al. 2022, "Switch Transformers", equation 4, over all layers together as transformers has it.
+    """
+    n = jnp.maximum(routing.tokens.sum(), 1)
+    chosen, probabilities = routing.chosen.sum(axis=0) / n, routing.probabilities.sum(axis=0) / n
+    return chosen.shape[0] * jnp.sum(chosen * probabilities)
+
+
+def router_z_loss(routing: Routing) -> Float[Array, ""]:
+    """The mean square of the routers' log-normalizers, which keeps their logits small.
+
+    Reference: Zoph et al. 2022, "ST-MoE", equation 5.
+    """
+    return routing.squared_normalizers.sum() / jnp.maximum(routing.tokens.sum(), 1)

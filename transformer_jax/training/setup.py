@@ -20,7 +20,7 @@ from transformer_jax.text.pipeline import Batch, Windows, make_batches, make_win
 from transformer_jax.training.evaluation import EvalStep, make_eval_step
 from transformer_jax.training.folder import Run
 from transformer_jax.training.optimizer import make_optimizer
-from transformer_jax.training.step import TrainState, TrainStep, compile_train_step, init_state
+from transformer_jax.training.step import RouterWeights, TrainState, TrainStep, compile_train_step, init_state
 
 
 class Setup(NamedTuple):
@@ -71,7 +71,9 @@ def set_up(run: Run, mesh: Mesh) -> Setup:
         heldout=heldout,
         compressors=compressed_sizes(run.split.heldout),
         init=_make_init(model, optimizer, config.training.seed, mesh),
-        train_step=compile_train_step(model, optimizer, config.model.dtype),
+        train_step=compile_train_step(
+            model, optimizer, config.model.dtype, RouterWeights(config.model.balance_loss, config.model.router_z_loss)
+        ),
         eval_step=jax.jit(make_eval_step(model)),
         place_batch=lambda batch: jax.device_put(batch, rows),
     )

@@ -10,9 +10,10 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from transformer_jax.architecture import DType
 from transformer_jax.machine import training_options
+from transformer_jax.model.experts import Routing
 from transformer_jax.model.transformer import Model, Params
 from transformer_jax.text.pipeline import Batch
-from transformer_jax.training.objectives import next_token_loss
+from transformer_jax.training.objectives import load_balancing_loss, next_token_loss, router_z_loss
 
 Metrics = dict[str, Array]
 TrainStep = Callable[["TrainState", Batch], tuple["TrainState", Metrics]]
@@ -36,11 +37,24 @@ def init_state(model: Model, optimizer: optax.GradientTransformation, key: PRNGK
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), step_key)
 
 
+class RouterWeights(NamedTuple):
+    """How much the losses of a model's routers count beside its own."""
+
+    balance: float = 0.0
+    z: float = 0.0
+
+
+UNWEIGHTED = RouterWeights()
+
+
 def batch_loss(
     model: Model, params: Params, batch: Batch, dropout_key: PRNGKeyArray | None = None
-) -> tuple[Array, Array]:
-    """Predict every next token of the batch at once (teacher forcing); returns the sums of the loss and the weights."""
-    hidden, *_ = model.trunk(
+) -> tuple[Array, Array, Routing | None]:
+    """Predict every next token of the batch at once (teacher forcing).
+
+    Returns the sums of the loss and the weights, and what the routers did.
+    """
+    hidden, _, routing = model.trunk(
         params,
         batch.tokens,
         batch.positions,
@@ -49,28 +63,37 @@ def batch_loss(
         in_order=True,
     )
     logits = model.unembed(params, hidden)
-    return next_token_loss(logits, jnp.asarray(batch.targets), jnp.asarray(batch.loss_weights))
+    return *next_token_loss(logits, jnp.asarray(batch.targets), jnp.asarray(batch.loss_weights)), routing
 
 
-def make_train_step(model: Model, optimizer: optax.GradientTransformation) -> TrainStep:
+def make_train_step(
+    model: Model, optimizer: optax.GradientTransformation, router: RouterWeights = UNWEIGHTED
+) -> TrainStep:
     """Return the pure step."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        def mean_loss(params: Params) -> tuple[Array, Array]:
-            total, weight = batch_loss(model, params, batch, jax.random.fold_in(state.key, state.step))
+        def objective(params: Params) -> tuple[Array, Metrics]:
+            total, weight, routing = batch_loss(model, params, batch, jax.random.fold_in(state.key, state.step))
             # A batch without a target has no gradient.
-            return jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0), weight
+            loss = jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
+            metrics = {"loss": loss, "tokens": weight}
+            if routing is None:
+                return loss, metrics
+            balance, z = load_balancing_loss(routing), router_z_loss(routing)
+            return loss + router.balance * balance + router.z * z, metrics | {"router_balance": balance, "router_z": z}
 
-        (loss, weight), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
+        (_, metrics), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "tokens": weight, "grad_norm": optax.tree.norm(grads)}
+        metrics |= {"grad_norm": optax.tree.norm(grads)}
         return TrainState(params, opt_state, state.step + 1, state.key), metrics
 
     return train_step
 
 
-def compile_train_step(model: Model, optimizer: optax.GradientTransformation, dtype: DType) -> TrainStep:
+def compile_train_step(
+    model: Model, optimizer: optax.GradientTransformation, dtype: DType, router: RouterWeights = UNWEIGHTED
+) -> TrainStep:
     """Return the step under jit, for a model that computes in `dtype`. It donates the state: the old one is gone."""
-    step = make_train_step(model, optimizer)
+    step = make_train_step(model, optimizer, router)
     return jax.jit(step, donate_argnums=0, compiler_options=training_options(dtype))
