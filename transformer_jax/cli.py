@@ -16,6 +16,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import sys
 import warnings
@@ -321,8 +322,10 @@ def _parse(arguments: Sequence[str]) -> Callable[[], int]:
     if list(arguments) == ["--version"]:
         return _print_version
     _refuse_empty(arguments)
-    named = _preset_name(arguments)
-    train: Any = Annotated[Train, tyro.conf.subcommand("train", default=Train(preset(named), named))]
+    arguments = [re.sub(r"^--from(?==|$)", "--training.start-from", argument) for argument in arguments]
+    named = _option(arguments, "--preset") or "tiny"
+    defaults = Train(_starting_from(preset(named), _option(arguments, "--training.start-from")), named)
+    train: Any = Annotated[Train, tyro.conf.subcommand("train", default=defaults)]
     bench: Any = Annotated[
         _named("train", BenchTrain) | _named("decode", BenchDecode),
         tyro.conf.subcommand("bench", description="Measure rates beside the limits of this machine."),
@@ -348,13 +351,28 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
             raise UserError("--data.paths is empty; name a path, or leave it out for the standard library's source")
 
 
-def _preset_name(arguments: Sequence[str]) -> str:
-    """Find the preset before all else is parsed: it gives every other option its default."""
-    name = "tiny"
+def _option(arguments: Sequence[str], option: str) -> str | None:
+    """Find an option of train before all else is parsed: the other options' defaults depend on it."""
+    value = None
     # As for every other option, the last one counts.
     for index, argument in enumerate(arguments if arguments[:1] == ["train"] else ()):
-        if argument == "--preset" and index + 1 < len(arguments):
-            name = arguments[index + 1]
-        elif argument.startswith("--preset="):
-            name = argument.removeprefix("--preset=")
-    return name
+        if argument == option and index + 1 < len(arguments):
+            value = arguments[index + 1]
+        elif argument.startswith(f"{option}="):
+            value = argument.removeprefix(f"{option}=")
+    return value
+
+
+def _starting_from(run: RunConfig, name: str | None) -> RunConfig:
+    """The defaults of a run that starts from a model: its shape, and its tokenizer."""
+    if name is None:
+        return run
+    from transformer_jax.training.open_model import config_of_model
+
+    model = config_of_model(name)
+    return dataclasses.replace(
+        run,
+        model=model,
+        data=dataclasses.replace(run.data, tokenizer="model", seq_len=min(run.data.seq_len, model.max_seq_len)),
+        training=dataclasses.replace(run.training, start_from=name),
+    )

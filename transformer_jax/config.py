@@ -19,7 +19,7 @@ class DataConfig:
     jsonl_field: str = "text"
     """The field of a JSONL line that holds its document."""
     tokenizer: str = "bpe"
-    """bytes, bpe (trained on this corpus), or the path of a tokenizer.json."""
+    """bytes, bpe (trained on this corpus), the path of a tokenizer.json, or model: that of the model to start from."""
     bpe_vocab_size: int = 2048
     """Vocabulary of the tokenizer that bpe trains."""
     holdout: float = 0.03
@@ -84,6 +84,9 @@ class TrainingConfig:
 
     steps: int = 700
     """Optimizer updates."""
+    start_from: str | None = None
+    """A model whose parameters and tokenizer the run begins with, named as for the other commands; --from for short.
+    None: random parameters."""
     seed: int = 0
     """Initial parameters and dropout."""
     eval_every: int = 175
@@ -162,6 +165,11 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if (self.data.tokenizer == "model") != (self.training.start_from is not None):
+            raise UserError(
+                f"DataConfig.tokenizer is {self.data.tokenizer!r} and TrainingConfig.start_from"
+                f" {self.training.start_from!r}; a run that starts from a model has tokenizer 'model', and no other has"
+            )
         if self.data.seq_len > self.model.max_seq_len:
             raise UserError(
                 f"DataConfig.seq_len is {self.data.seq_len};"

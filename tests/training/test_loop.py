@@ -156,6 +156,30 @@ def test_a_run_leaves_what_it_learnt(finished, corpus):
 
 
 @pytest.mark.slow
+def test_a_run_starts_from_a_model_with_its_tokenizer_and_goes_on(finished, corpus, environment, tmp_path):
+    """From a run, and from what it was converted to: the same parameters, so the same first loss, below a new run's."""
+    folder = tmp_path / "published"
+    converting = [sys.executable, "-m", "transformer_jax", "convert", "--model", str(finished[0]), "--to", str(folder)]
+    assert run_to_end(converting, environment).returncode == 0
+    rows = {}
+    for name, source in (("own", finished[0]), ("published", folder)):
+        run = tmp_path / f"from {name}"
+        start = [sys.executable, "-m", "transformer_jax", "train", "--from", str(source), "--run", str(run)]
+        options = ["--data.paths", str(corpus), "--data.seq-len", "16", "--training.steps", "3"]
+        small = [*options, "--training.sample-tokens", "4", "--data.holdout", "0.2", "--model.dropout", "0"]
+        small += ["--model.dtype", "float32"]
+        done = run_to_end([*start, *small], environment)
+        assert done.returncode == 0, done.stderr
+        assert (run / "tokenizer.json").read_text() == (finished[0] / "tokenizer.json").read_text()
+        rows[name] = timeless(rows_of(run))
+        assert "The run is finished" in run_to_end([*start, *small], environment).stdout
+    assert rows["own"] == rows["published"]
+    assert rows["own"][0]["loss"] < rows_of(finished[0])[0]["loss"] - 0.5
+    wrong = [*start[:-1], str(tmp_path / "wrong"), *small, "--model.d-ff", "64"]
+    assert "differs in shape from the model" in run_to_end(wrong, environment).stderr
+
+
+@pytest.mark.slow
 def test_killed_and_resumed_is_never_killed(finished, corpus, environment, tmp_path):
     """SIGKILL at random moments, SIGTERM and SIGINT in between: the same bits in the end, and the same metrics."""
     run, rng = tmp_path / "killed", random.Random(7)

@@ -172,6 +172,18 @@ class Transformer(nn.Module):
         return self.unembed(hidden) if not self.config.pooler else self.unembed(self.pool(hidden))
 
 
+def check_options(
+    c: ModelConfig, segment_ids: Any, token_types: Any, prefix_lengths: Any, cache: KVCache | None
+) -> None:
+    """Raise `ValueError` for options of the trunk that do not go together, or not with this model."""
+    if cache is not None and segment_ids is not None:
+        raise ValueError("a cache holds one sequence a row: segment_ids cannot be used with it")
+    if token_types is not None and not c.num_token_types:
+        raise ValueError("ModelConfig.num_token_types is 0: token_types cannot be used with this model")
+    if prefix_lengths is not None and c.attention != "causal":
+        raise ValueError("a bidirectional model sees everything: prefix_lengths cannot be used with it")
+
+
 def build(config: ModelConfig) -> Model:
     """Turn a config into a model. Raises `UserError` when `vocab_size` is not known yet."""
     module = Transformer(config)
@@ -198,12 +210,7 @@ def build(config: ModelConfig) -> Model:
         dropout_key: PRNGKeyArray | None = None,
         in_order: bool = False,
     ) -> Output:
-        if cache is not None and segment_ids is not None:
-            raise ValueError("a cache holds one sequence a row: segment_ids cannot be used with it")
-        if token_types is not None and not config.num_token_types:
-            raise ValueError("ModelConfig.num_token_types is 0: token_types cannot be used with this model")
-        if prefix_lengths is not None and config.attention != "causal":
-            raise ValueError("a bidirectional model sees everything: prefix_lengths cannot be used with it")
+        check_options(config, segment_ids, token_types, prefix_lengths, cache)
         # NumPy's arrays will do, also outside jit.
         tokens, positions = jnp.asarray(tokens), jnp.asarray(positions)
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)

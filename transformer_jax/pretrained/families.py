@@ -81,12 +81,12 @@ def write_config(c: ModelConfig, prefer: str | None = None) -> tuple[Family, Tre
 
     Raises `UserError` when there is none: nothing is ever approximated.
     """
-    wanted = canonical(dataclasses.replace(c, remat="none", vocab_size=c.table_rows, vocab_multiple=1))
+    wanted = computes(canonical(dataclasses.replace(c, vocab_size=c.table_rows, vocab_multiple=1)))
     for family in sorted(FAMILIES, key=lambda family: family.model_type != prefer):
         tensors = [row.theirs[0] for row in family.rows if _has(c, row)]
         try:
             tree = {"architectures": [family.architecture], "model_type": family.model_type} | family.write(c)
-            if read_config(family, tree, "config.json", tensors) == wanted:
+            if computes(read_config(family, tree, "config.json", tensors)) == wanted:
                 return family, tree
         except UserError:
             continue
@@ -94,6 +94,11 @@ def write_config(c: ModelConfig, prefer: str | None = None) -> tuple[Family, Tre
         "no family of published models computes this one exactly, so there is no config.json for it;"
         f" the families are {', '.join(family.architecture for family in FAMILIES)}"
     )
+
+
+def computes(c: ModelConfig) -> ModelConfig:
+    """The config without what counts while a model is trained alone."""
+    return dataclasses.replace(c, dropout=0.0, attention_dropout=0.0, balance_loss=0.0, router_z_loss=0.0, remat="none")
 
 
 def _has(c: ModelConfig, row: Row) -> bool:

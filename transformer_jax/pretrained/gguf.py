@@ -147,6 +147,12 @@ def load_gguf(path: Path, dtype: DType | None = None) -> Pretrained:
     return Pretrained(config, params, architecture.family, read_gguf_tokenizer(file.settings, path))
 
 
+def config_of_gguf(path: Path) -> ModelConfig:
+    """Read the shape of a file's model, without its parameters."""
+    file = open_gguf(path)
+    return dataclasses.replace(read_config(_architecture(file, path), file, path), dtype="float32")
+
+
 def _architecture(file: GGUFFile, path: Path) -> Architecture:
     name = file.settings.get("general.architecture")
     if name not in ARCHITECTURES:

@@ -14,7 +14,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.positions import rope_frequencies
 from transformer_jax.model.transformer import Params
 from transformer_jax.pretrained.extra import load_extra
-from transformer_jax.pretrained.families import canonical, write_config
+from transformer_jax.pretrained.families import canonical, computes, write_config
 from transformer_jax.pretrained.gguf import (
     ARCHITECTURES,
     LLAMA_3_SCALINGS,
@@ -120,11 +120,11 @@ def _check_same(name: str, architecture: Architecture, settings: Tree, c: ModelC
         present["blk.0.attn_output.bias"] = (c.D,)
     tensors = {tensor: GGUFTensor(Path(), None, shape, 0, 0) for tensor, shape in present.items()}
     file = GGUFFile({"general.architecture": name, **settings}, tensors)
-    exact = {"dtype": "float32", "remat": "none", "dropout": 0.0, "attention_dropout": 0.0}
-    wanted = canonical(dataclasses.replace(c, vocab_size=c.table_rows, vocab_multiple=1, **exact))
+    wanted = dataclasses.replace(c, vocab_size=c.table_rows, vocab_multiple=1, dtype="float32")
+    wanted = computes(canonical(wanted))
     if wanted.rope_scaling in LLAMA_3_SCALINGS:
         wanted = dataclasses.replace(wanted, rope_scaling=RopeScaling())
-    found = dataclasses.replace(read_config(architecture, file, Path("the file")), **exact)
+    found = computes(dataclasses.replace(read_config(architecture, file, Path("the file")), dtype="float32"))
     if found != wanted:
         changed = "; ".join(differences(wanted, found))
         raise UserError(f"llama.cpp's {name} does not compute this model exactly (the model's | the file's): {changed}")

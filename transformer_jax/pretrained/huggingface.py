@@ -18,7 +18,7 @@ from transformer_jax.architecture import DType, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Params, build
 from transformer_jax.pretrained.extra import load_extra
-from transformer_jax.pretrained.families import family_of, read_config, write_config
+from transformer_jax.pretrained.families import Family, family_of, read_config, write_config
 from transformer_jax.pretrained.names import Row, expand
 from transformer_jax.pretrained.safetensors import StoredTensor, open_folder
 from transformer_jax.text.tokenizer import Tokenizer, load_tokenizer
@@ -57,15 +57,24 @@ def load_folder(folder: Path, dtype: DType | None = None) -> Pretrained:
     Matrices are kept in the precision that the model computes in: `dtype`, or else bfloat16 where the file's config
     says so, and float32. Raises `UserError` naming the file, and the tensor or the setting, that cannot be honoured.
     """
-    path = folder / "config.json"
-    tree = read_json(path)
-    tensors = open_folder(folder)
-    family = family_of(tree, str(path), tensors)
-    config = read_config(family, tree, str(path), tensors)
+    tree, tensors, family, config = _describe(folder)
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
     params = read_params(family.rows, config, tensors, folder)
     return Pretrained(config, params, family.model_type, _read_tokenizer(folder, tree))
+
+
+def config_of_folder(folder: Path) -> ModelConfig:
+    """Read the shape of a folder's model, without its parameters."""
+    return _describe(folder)[3]
+
+
+def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], Family, ModelConfig]:
+    path = folder / "config.json"
+    tree = read_json(path)
+    tensors = open_folder(folder)
+    family = family_of(tree, str(path), tensors)
+    return tree, tensors, family, read_config(family, tree, str(path), tensors)
 
 
 def _read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Tokenizer | None:

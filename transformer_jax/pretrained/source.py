@@ -8,11 +8,11 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from transformer_jax.architecture import DType
+from transformer_jax.architecture import DType, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained.extra import load_extra
-from transformer_jax.pretrained.gguf import load_gguf
-from transformer_jax.pretrained.huggingface import Pretrained, load_folder
+from transformer_jax.pretrained.gguf import config_of_gguf, load_gguf
+from transformer_jax.pretrained.huggingface import Pretrained, config_of_folder, load_folder
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -22,16 +22,24 @@ def load_published(name: str, dtype: DType | None = None) -> Pretrained:
 
     Raises `UserError` when it is none of them, or cannot be honoured exactly.
     """
+    path = _find(name)
+    return load_folder(path, dtype) if path.is_dir() else load_gguf(path, dtype)
+
+
+def config_of_published(name: str) -> ModelConfig:
+    """Read the shape of such a model, without its parameters."""
+    path = _find(name)
+    return config_of_folder(path) if path.is_dir() else config_of_gguf(path)
+
+
+def _find(name: str) -> Path:
     path = Path(name)
-    if path.is_dir():
-        return load_folder(path, dtype)
-    if path.is_file():
-        return load_gguf(path, dtype)
+    if path.exists():
+        return path
     if name in PACKAGES:
-        found = PACKAGES[name]()
-        return load_folder(found, dtype) if found.is_dir() else load_gguf(found, dtype)
+        return PACKAGES[name]()
     if HUB_NAME.fullmatch(name) and not path.parent.is_dir():
-        return load_folder(_fetch(name), dtype)
+        return _fetch(name)
     raise UserError(
         f"there is no model at {name!r}; expected the folder of a run, a folder with config.json and safetensors, a"
         f" GGUF file, a name on Hugging Face's hub, or one of the packages {', '.join(PACKAGES)}"

@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -88,15 +88,19 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def open_run(folder: Path, requested: RunConfig) -> Run:
+def open_run(folder: Path, requested: RunConfig, own_tokenizer: Callable[[], Tokenizer] | None = None) -> Run:
     """Read the text and the tokenizer that a run trains with; nothing is written yet.
+
+    `own_tokenizer` gives that of the model which the run starts from.
 
     Raises `UserError` when the folder holds another configuration or was trained on another text.
     """
     recorded = _recorded_config(folder)
     corpus = read_corpus(requested.data.paths, requested.data.jsonl_field)
     documents = split(corpus.documents, requested.data.holdout)
-    tokenizer = load_tokenizer(folder / "tokenizer.json") if recorded else _make_tokenizer(requested, documents)
+    tokenizer = (
+        load_tokenizer(folder / "tokenizer.json") if recorded else _make_tokenizer(requested, documents, own_tokenizer)
+    )
     run = Run(
         _with_vocabulary(requested, tokenizer), tokenizer, documents, corpus.skipped, fingerprint(corpus.documents)
     )
@@ -123,11 +127,17 @@ def is_run(folder: Path) -> bool:
     return not (isinstance(tree, dict) and "model_type" in tree)
 
 
-def open_trained(folder: Path, dtype: DType | None = None) -> Trained:
-    """Load the newest whole checkpoint of a run for decoding. Raises `UserError` when there is none."""
+def recorded_config(folder: Path) -> RunConfig:
+    """Read the configuration of a run. Raises `UserError` when the folder is none."""
     config = _recorded_config(folder) if folder.is_dir() else None
     if config is None:
         raise UserError(f"{folder} is not a run folder (it has no config.json); train one with train.py --run {folder}")
+    return config
+
+
+def open_trained(folder: Path, dtype: DType | None = None) -> Trained:
+    """Load the newest whole checkpoint of a run for decoding. Raises `UserError` when there is none."""
+    config = recorded_config(folder)
     if dtype is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     model = build(config.model)
@@ -169,7 +179,9 @@ def _recorded_config(folder: Path) -> RunConfig | None:
     return None
 
 
-def _make_tokenizer(config: RunConfig, documents: Split) -> Tokenizer:
+def _make_tokenizer(config: RunConfig, documents: Split, own_tokenizer: Callable[[], Tokenizer] | None) -> Tokenizer:
+    if own_tokenizer is not None:
+        return own_tokenizer()
     if config.data.tokenizer == "bytes":
         return byte_tokenizer()
     if config.data.tokenizer == "bpe":

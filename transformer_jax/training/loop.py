@@ -8,6 +8,7 @@ import dataclasses
 import math
 import shlex
 from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -26,6 +27,7 @@ from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.evaluation import bits_per_byte
 from transformer_jax.training.folder import locked, open_run, record_run
 from transformer_jax.training.metrics import MetricsLog
+from transformer_jax.training.open_model import open_model
 from transformer_jax.training.optimizer import learning_rate
 from transformer_jax.training.progress import TrainingProgress
 from transformer_jax.training.setup import Setup, describe, set_up
@@ -39,10 +41,12 @@ def train(requested: RunConfig, folder: Path, console: Console) -> Stopped | Non
     The first SIGINT or SIGTERM saves a checkpoint and returns; the same call then goes on as if nothing had happened.
     """
     with locked(folder), ExitStack() as stack:
-        run = open_run(folder, requested)
+        start_from = requested.training.start_from
+        source = None if start_from is None else cache(lambda: open_model(start_from, "float32"))
+        run = open_run(folder, requested, source and (lambda: source().tokenizer))
         mesh = make_mesh(run.config.mesh)
         stack.enter_context(use_mesh(mesh))
-        setup = set_up(run, mesh)
+        setup = set_up(run, mesh, source and (lambda: source().params))
         describe(setup, mesh, console)
         keep = run.config.training.keep_checkpoints
         record_run(folder, run)
@@ -71,7 +75,7 @@ def _place(step: int) -> dict[str, int]:
 
 def _restore(setup: Setup, checkpoints: Checkpoints, console: Console) -> TrainState:
     """Read the newest checkpoint, or begin."""
-    restored = checkpoints.restore(jax.eval_shape(setup.init))
+    restored = checkpoints.restore(setup.shapes)
     if restored is None:
         return setup.init()
     state, place, step = restored

@@ -8,9 +8,9 @@ import jax
 from transformer_jax.architecture import DType, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model, Params, build
-from transformer_jax.pretrained.source import load_published
+from transformer_jax.pretrained.source import config_of_published, load_published
 from transformer_jax.text.tokenizer import Tokenizer
-from transformer_jax.training.folder import is_run, open_trained
+from transformer_jax.training.folder import is_run, open_trained, recorded_config
 
 
 class Opened(NamedTuple):
@@ -23,6 +23,11 @@ class Opened(NamedTuple):
     tokenizer: Tokenizer
     family: str | None
     """What a published model's config.json calls its kind."""
+
+
+def config_of_model(name: str | Path) -> ModelConfig:
+    """Read the shape of any such model, without its parameters."""
+    return recorded_config(Path(name)).model if is_run(Path(name)) else config_of_published(str(name))
 
 
 def open_model(name: str | Path, dtype: DType | None = None) -> Opened:

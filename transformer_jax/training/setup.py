@@ -13,7 +13,7 @@ from transformer_jax.decoding.prefill import check_prompt
 from transformer_jax.errors import UserError
 from transformer_jax.machine import memory_bytes
 from transformer_jax.model.cost import num_params
-from transformer_jax.model.transformer import Model, build
+from transformer_jax.model.transformer import Model, Params, build
 from transformer_jax.sharding import Mesh, batch_sharding, param_shardings, replicated
 from transformer_jax.text.corpus import CompressedSizes, compressed_sizes
 from transformer_jax.text.pipeline import Batch, Windows, make_batches, make_windows
@@ -33,6 +33,8 @@ class Setup(NamedTuple):
     heldout: Windows
     compressors: CompressedSizes
     """Of the held-out text."""
+    shapes: Any
+    """Of the state, with the devices that hold each array."""
     init: Callable[[], TrainState]
     """Makes the state before the first step, each array on the devices that hold it from then on."""
     train_step: TrainStep
@@ -46,8 +48,11 @@ BYTES_PER_PARAMETER = 16
 """Of training: the value, its gradient and two moments, all float32."""
 
 
-def set_up(run: Run, mesh: Mesh) -> Setup:
-    """Build everything that a run needs. Raises `UserError` for settings that do not fit each other, or the text."""
+def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None) -> Setup:
+    """Build everything that a run needs; `own_params` gives those of the model which it starts from.
+
+    Raises `UserError` for settings that do not fit each other, or the text.
+    """
     config = run.config
     if config.model.attention != "causal":
         raise UserError("ModelConfig.attention is 'bidirectional'; predicting the next token needs 'causal'")
@@ -63,6 +68,7 @@ def set_up(run: Run, mesh: Mesh) -> Setup:
     _warn_of_loss(run)
     optimizer = make_optimizer(config.optimizer, config.training.steps)
     rows = batch_sharding(mesh, config.data.batch_size)
+    init = _make_init(model, optimizer, config.training.seed, mesh)
     return Setup(
         config=config,
         run=run,
@@ -70,7 +76,8 @@ def set_up(run: Run, mesh: Mesh) -> Setup:
         train=train,
         heldout=heldout,
         compressors=compressed_sizes(run.split.heldout),
-        init=_make_init(model, optimizer, config.training.seed, mesh),
+        shapes=jax.eval_shape(init),
+        init=init if own_params is None else _starting_from(own_params, init),
         train_step=compile_train_step(
             model, optimizer, config.model.dtype, RouterWeights(config.model.balance_loss, config.model.router_z_loss)
         ),
@@ -118,6 +125,19 @@ def _make_init(
     )
     shardings: Any = shapes._replace(params=params, opt_state=moments, step=whole, key=whole)
     return jax.jit(init, out_shardings=shardings)
+
+
+def _starting_from(own_params: Callable[[], Params], init: Callable[[], TrainState]) -> Callable[[], TrainState]:
+    """Make the state before the first step with parameters that are there already."""
+
+    def begin() -> TrainState:
+        state, params = init(), own_params()
+        theirs, ours = (jax.tree.map(lambda x: x.shape, tree) for tree in (params, state.params))
+        if theirs != ours:
+            raise UserError("ModelConfig differs in shape from the model that TrainingConfig.start_from names")
+        return state._replace(params=jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), params, state.params))
+
+    return begin
 
 
 def describe(setup: Setup, mesh: Mesh, console: Console) -> None:
