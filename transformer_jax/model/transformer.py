@@ -57,6 +57,18 @@ class Model(NamedTuple):
     """pool(params, hidden[... D]) -> [... D], BERT's layer over the first token; None where there is none."""
 
 
+def check_options(
+    c: ModelConfig, segment_ids: Any, token_types: Any, prefix_lengths: Any, cache: KVCache | None
+) -> None:
+    """Raise `ValueError` for options of the trunk that do not go together, or not with this model."""
+    if cache is not None and segment_ids is not None:
+        raise ValueError("a cache holds one sequence a row: segment_ids cannot be used with it")
+    if token_types is not None and not c.num_token_types:
+        raise ValueError("ModelConfig.num_token_types is 0: token_types cannot be used with this model")
+    if prefix_lengths is not None and c.attention != "causal":
+        raise ValueError("a bidirectional model sees everything: prefix_lengths cannot be used with it")
+
+
 class Transformer(nn.Module):
     """Embeddings, L blocks, the last norm, and what makes logits of it."""
 
@@ -124,21 +136,28 @@ class Transformer(nn.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"] | None = None,
-        token_types: Int[Array, "B T"] | None = None,
-        prefix_lengths: Int[Array, "B T"] | None = None,
+        tokens: Int[AnyArray, "B T"],
+        positions: Int[AnyArray, "B T"],
+        *,
+        segment_ids: Int[AnyArray, "B T"] | None = None,
+        token_types: Int[AnyArray, "B T"] | None = None,
+        prefix_lengths: Int[AnyArray, "B T"] | None = None,
         cache: KVCache | None = None,
         dropout_key: PRNGKeyArray | None = None,
         in_order: bool = False,
     ) -> Output:
+        check_options(self.config, segment_ids, token_types, prefix_lengths, cache)
+        # NumPy's arrays will do, also outside jit.
+        ids, at = jnp.asarray(tokens), jnp.asarray(positions)
+        kinds, segments, prefixes = (
+            None if option is None else jnp.asarray(option) for option in (token_types, segment_ids, prefix_lengths)
+        )
         c = self.config
         keys = [None] * (c.L + 1) if dropout_key is None else list(jax.random.split(dropout_key, c.L + 1))
-        x = self.embed(tokens, positions, token_types, keys[-1])
-        k_positions = positions if cache is None else write_positions(cache.positions, positions)
+        x = self.embed(ids, at, kinds, keys[-1])
+        k_positions = at if cache is None else write_positions(cache.positions, at)
         triangular = in_order and c.attention == "causal" and cache is None and prefix_lengths is None
-        context = self.context(positions, k_positions, segment_ids, prefix_lengths, triangular)
+        context = self.context(at, k_positions, segments, prefixes, triangular)
         written, routings = [], []
         for index, layer in enumerate(self.layers):
             cached = None if cache is None else (cache.k[index], cache.v[index])
@@ -172,18 +191,6 @@ class Transformer(nn.Module):
         return self.unembed(hidden) if not self.config.pooler else self.unembed(self.pool(hidden))
 
 
-def check_options(
-    c: ModelConfig, segment_ids: Any, token_types: Any, prefix_lengths: Any, cache: KVCache | None
-) -> None:
-    """Raise `ValueError` for options of the trunk that do not go together, or not with this model."""
-    if cache is not None and segment_ids is not None:
-        raise ValueError("a cache holds one sequence a row: segment_ids cannot be used with it")
-    if token_types is not None and not c.num_token_types:
-        raise ValueError("ModelConfig.num_token_types is 0: token_types cannot be used with this model")
-    if prefix_lengths is not None and c.attention != "causal":
-        raise ValueError("a bidirectional model sees everything: prefix_lengths cannot be used with it")
-
-
 def build(config: ModelConfig) -> Model:
     """Turn a config into a model. Raises `UserError` when `vocab_size` is not known yet."""
     module = Transformer(config)
@@ -198,23 +205,8 @@ def build(config: ModelConfig) -> Model:
     def init(key: PRNGKeyArray) -> Params:
         return nn.unbox(boxed(key))
 
-    def trunk(
-        params: Params,
-        tokens: Int[AnyArray, "B T"],
-        positions: Int[AnyArray, "B T"],
-        *,
-        segment_ids: Int[AnyArray, "B T"] | None = None,
-        token_types: Int[AnyArray, "B T"] | None = None,
-        prefix_lengths: Int[AnyArray, "B T"] | None = None,
-        cache: KVCache | None = None,
-        dropout_key: PRNGKeyArray | None = None,
-        in_order: bool = False,
-    ) -> Output:
-        check_options(config, segment_ids, token_types, prefix_lengths, cache)
-        # NumPy's arrays will do, also outside jit.
-        tokens, positions = jnp.asarray(tokens), jnp.asarray(positions)
-        segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
-        return apply(params, tokens, positions, segment_ids, token_types, prefix_lengths, cache, dropout_key, in_order)
+    def trunk(params: Params, tokens: AnyArray, positions: AnyArray, **options: Any) -> Output:
+        return apply(params, tokens, positions, **options)
 
     def unembed(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
         return apply(params, hidden, method="unembed")
