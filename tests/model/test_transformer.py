@@ -80,8 +80,15 @@ CONFIGS = {
     ),
     "original": dataclasses.replace(LLAMA, positions="sinusoidal", residual="post", norm="layernorm"),
 }
-every_config = pytest.mark.parametrize("c", CONFIGS.values(), ids=CONFIGS.keys())
-every_decoder = pytest.mark.parametrize("c", [c for c in CONFIGS.values() if c.attention == "causal"])
+QUICK = ("llama", "gpt", "encoder", "gemma", "experts")
+
+
+def marked(names):
+    return [pytest.param(CONFIGS[n], id=n, marks=[] if n in QUICK else pytest.mark.slow) for n in names]
+
+
+every_config = pytest.mark.parametrize("c", marked(CONFIGS))
+every_decoder = pytest.mark.parametrize("c", marked(n for n, c in CONFIGS.items() if c.attention == "causal"))
 
 
 @functools.cache

@@ -19,8 +19,14 @@ from transformer_jax.pretrained.safetensors import open_folder
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name for path in FIXTURES.iterdir())
 ENCODERS = [name for name in NAMES if "bert" in name]
-QUICK = ("gemma3", "gpt2", "llama3", "qwen3-moe")
-every_model = pytest.mark.parametrize("name", NAMES)
+QUICK = ("bert", "gemma3", "gpt2", "llama3", "qwen3-moe")
+
+
+def marked(names):
+    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names]
+
+
+every_model = pytest.mark.parametrize("name", marked(NAMES))
 
 
 @functools.cache
@@ -62,14 +68,7 @@ def test_logits_are_those_of_transformers_packed_and_padded(name):
 
 
 # Beyond the first context a dynamic base rotates keys that are in a cache otherwise than a whole sequence does.
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
-        for name in NAMES
-        if name not in ENCODERS and name != "llama-dynamic"
-    ],
-)
+@pytest.mark.parametrize("name", marked(name for name in NAMES if name not in (*ENCODERS, "llama-dynamic")))
 def test_logits_are_those_of_transformers_in_chunks_and_token_by_token(name):
     """Rows of 12 and 7 tokens: two chunks of 5, the shorter row's second one padded, then single tokens."""
     rows = expected(name)
