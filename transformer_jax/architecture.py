@@ -188,7 +188,8 @@ class ModelConfig:
             check(self, name, getattr(self, name) >= 0, "at least 0")
         for name in ("dropout", "attention_dropout"):
             check(self, name, 0 <= getattr(self, name) < 1, "at least 0 and less than 1")
-        for name in ("max_seq_len", "num_layers", "d_model", "d_ff", "num_heads", "head_dim", "vocab_size"):
+        check(self, "num_layers", self.num_layers <= 4096, "at most 4096")
+        for name in ("max_seq_len", "d_model", "d_ff", "num_heads", "head_dim", "vocab_size"):
             check(self, name, (getattr(self, name) or 0) < 2**30, "less than 2**30")
         check(self, "vocab_size", self.vocab_size is None or self.vocab_size > 1, "at least 2, or null")
         check(self, "vocab_multiple", self.vocab_multiple > 0, "more than 0")
@@ -215,7 +216,7 @@ class ModelConfig:
 
     def _check_layers(self) -> None:
         check(self, "layer_pattern", len(self.layer_pattern) > 0, "at least one kind")
-        local = "local" in self.kinds
+        local = "local" in self.layer_pattern[: self.num_layers]
         check(
             self,
             "window",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from transformer_jax.decoding.prompts import open_source, parse_object, read_lines
+from transformer_jax.decoding.prompts import check_id, open_source, parse_object, read_lines
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model, Params
 from transformer_jax.text.tokenizer import Tokenizer
@@ -93,6 +93,8 @@ def embed_file(
 
     Raises `UserError` naming the line of a text that cannot be embedded.
     """
+    if target.exists() and target.samefile(source):
+        raise UserError(f"{target} is both the input and the output; choose another output")
     names: list[str | int] = []
     texts: list[list[int]] = []
     with open_source(source) as lines:
@@ -102,11 +104,11 @@ def embed_file(
                 if not isinstance(tree.get("text"), str) or set(tree) - {"text", "id"}:
                     raise UserError("expected an object with a text, and perhaps an id")
                 ids = [*tokenizer.begin(tree["text"]), *tokenizer.suffix]
+                names.append(check_id(tree.get("id", line.number)))
                 if not 0 < len(ids) <= model.max_seq_len:
                     raise UserError(f"the text has {len(ids)} tokens; expected 1 to {model.max_seq_len}, the context")
             except UserError as error:
                 raise UserError(f"{source}, line {line.number}: {error}") from None
-            names.append(tree.get("id", line.number))
             texts.append(ids)
     vectors = embed(model, params, texts, pooling=pooling, batch_size=batch_size)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")

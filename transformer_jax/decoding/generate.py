@@ -157,8 +157,8 @@ def stream(
     """Continue all prompts in one batch, yielding after the first token and then after every `block` the new pieces.
 
     `settings` are one for all or one a prompt. Nothing but the prompt and its own settings decides an answer: at one
-    batch size bit for bit, at another up to the rounding of the model's products. A completion that would pass the end
-    of the context ends there, with finish_reason "length".
+    batch size and length of the cache bit for bit, else up to the rounding of sums. A completion that would pass the
+    end of the context ends there, with finish_reason "length".
 
     Ids from `vocab_limit` on are refused in a prompt and never chosen. `rows` is the batch that is compiled, at least
     the number of prompts. Raises `UserError` for a prompt that cannot be continued, before anything is computed.

@@ -98,7 +98,7 @@ def parse_line(line: Line, model: Model, tokenizer: Tokenizer, defaults: Decodin
     name: str | int = line.number
     try:
         tree = parse_object(line.text)
-        name = _check_id(tree.get("id", line.number))
+        name = check_id(tree.get("id", line.number))
         unknown = [field for field in tree if field not in ("id", "prompt", *SETTINGS)]
         if unknown:
             raise UserError(f"unknown field {unknown[0]!r}; expected some of id, prompt, {', '.join(SETTINGS)}")
@@ -135,7 +135,8 @@ def parse_object(text: bytes) -> dict[str, Any]:
     return tree
 
 
-def _check_id(value: Any) -> str | int:
+def check_id(value: Any) -> str | int:
+    """Return the id of a line. Raises `UserError` unless it is text or an integer."""
     # Half of a surrogate pair is a text in JSON, but could not be written to the output.
     if isinstance(value, str) and value.encode(errors="replace").decode() == value:
         return value

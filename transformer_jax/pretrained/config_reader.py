@@ -91,11 +91,16 @@ class Settings:
             raise UserError(f"{self._where}: the setting {name!r} is missing")
         return default
 
+    def take_unless_absent(self, name: str, default: Any) -> Any:
+        """The value of a setting, which may be null; the default where it is absent."""
+        self._taken.add(name)
+        return self._tree.get(name, default)
+
     def expect(self, name: str, *values: Any) -> None:
         """Refuse a setting unless it is absent, null, or one of the values that this version can honour."""
         found = self.take(name, None)
         if found is not None and found not in values:
-            expected = " or ".join(repr(value) for value in values)
+            expected = " or ".join(repr(value) for value in values) or "null"
             raise UserError(f"{self._where}: {name} is {found!r}; this version can honour {expected} alone")
 
     def refuse(self, name: str, expected: str) -> UserError:

@@ -1,5 +1,6 @@
 """Any model to a folder that transformers loads, or to a GGUF file that llama.cpp loads."""
 
+import dataclasses
 from pathlib import Path
 from typing import Literal
 
@@ -24,14 +25,30 @@ def convert(
 
     Raises `UserError` when nothing published computes this model exactly, and when there is something at `to`.
     """
+    if not to.name:
+        raise UserError(f"{to} exists already; name a folder or a file to make")
+    if dtype in ("float16", "q8_0"):
+        # A matrix whose rows do not divide into blocks of q8_0 is stored in float16.
+        largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(params))
+        if largest > float(jnp.finfo(jnp.float16).max):
+            raise UserError(f"a parameter is {largest:g}, more than float16 can hold; choose bfloat16")
+    c, params = without_padding(c, params)
     if to.suffix == ".gguf":
         save_gguf(to, c, params, tokenizer, GGUF_TYPES[dtype])
         return
     if dtype == "q8_0":
         raise UserError("q8_0 is a type of GGUF files; name a file that ends in .gguf, or choose another dtype")
-    if dtype == "float16":
-        largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(params))
-        if largest > float(jnp.finfo(jnp.float16).max):
-            raise UserError(f"a parameter is {largest:g}, more than float16 can hold; choose bfloat16")
     stored = jax.tree.map(lambda x: x.astype(dtype), params)
     save_folder(to, c, stored, tokenizer, prefer=prefer, dtype=dtype)
+
+
+def without_padding(c: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:
+    """Cut the rows of the vocabulary that no id has: another program would take them for ids."""
+    if c.table_rows == c.V:
+        return c, params
+    cut = {**params, "embed": params["embed"][: c.V]}
+    if "output" in params:
+        cut["output"] = {"weight": params["output"]["weight"][:, : c.V]}
+    if "output_bias" in params:
+        cut["output_bias"] = params["output_bias"][: c.V]
+    return dataclasses.replace(c, vocab_multiple=1), cut

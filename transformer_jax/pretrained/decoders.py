@@ -57,10 +57,16 @@ def _write_sizes(c: ModelConfig) -> Tree:
     }
 
 
-def _read_layers(settings: Settings, fields: Tree, old: Callable[[int], bool]) -> Tree:
-    """Which layers are local: `layer_types` where it is given, else what `old` says of a layer's number."""
+def _read_layers(
+    settings: Settings, fields: Tree, old: Callable[[int], bool], *, window: int | None = 4096, listed: bool = True
+) -> Tree:
+    """Which layers are local: `layer_types` where it is given, else what `old` says of a layer's number.
+
+    `window` is the family's width where the file says nothing of it. A family that does not know `layer_types` is not
+    `listed`: there they have to say the same.
+    """
     types = settings.take("layer_types", None)
-    window = settings.take("sliding_window", None) or None
+    window = settings.take_unless_absent("sliding_window", window) or None
     if types is None:
         pattern = tuple(KINDS["sliding_attention" if window and old(i) else "full_attention"] for i in _layers(fields))
     else:
@@ -68,6 +74,8 @@ def _read_layers(settings: Settings, fields: Tree, old: Callable[[int], bool]) -
         if unknown or len(types) != fields["num_layers"]:
             raise settings.refuse("layer_types", f"{fields['num_layers']} times one of {', '.join(KINDS)}")
         pattern = tuple(KINDS[kind] for kind in types)
+        if not listed and pattern != tuple(KINDS["sliding_attention" if window else "full_attention"] for _ in pattern):
+            raise settings.refuse("layer_types", "all of one kind, as sliding_window says: the family knows no others")
     local = "local" in pattern
     if local and window is None:
         raise settings.refuse("sliding_window", "a width, because layer_types has sliding layers")
@@ -95,9 +103,16 @@ def write_llama(c: ModelConfig) -> Tree:
     return _write_sizes(c) | write_rope(c) | {"attention_bias": c.attention_bias == "all", "mlp_bias": c.mlp_bias}
 
 
-def read_mistral(settings: Settings, *, fraction: float | None = None) -> Tree:
-    fields = _read_sizes(settings, tied=False, eps=1e-6) | read_rope(settings, fraction=fraction)
-    fields |= _read_layers(settings, fields, old=lambda layer: True)
+def read_mistral(
+    settings: Settings,
+    *,
+    eps: float = 1e-6,
+    theta: float = 10_000.0,
+    fraction: float | None = None,
+    window: int | None = 4096,
+) -> Tree:
+    fields = _read_sizes(settings, tied=False, eps=eps) | read_rope(settings, theta=theta, fraction=fraction)
+    fields |= _read_layers(settings, fields, old=lambda layer: True, window=window, listed=False)
     return fields | {"activation": read_activation(settings, "hidden_act", "silu")}
 
 
@@ -106,7 +121,7 @@ def write_mistral(c: ModelConfig) -> Tree:
 
 
 def read_mixtral(settings: Settings) -> Tree:
-    return read_mistral(settings) | {
+    return read_mistral(settings, eps=1e-5, theta=1e6, window=None) | {
         "num_experts": settings.take("num_local_experts", 8),
         "balance_loss": settings.take("router_aux_loss_coef", 0.001),
         "experts_per_token": settings.take("num_experts_per_tok", 2),
@@ -126,6 +141,8 @@ def read_qwen2(settings: Settings) -> Tree:
     first_local = settings.take("max_window_layers", 28)
     uses_window = settings.take("use_sliding_window", False)
     fields |= _read_layers(settings, fields, old=lambda layer: uses_window and layer >= first_local)
+    if fields["window"] is not None and not uses_window:
+        raise settings.refuse("use_sliding_window", "true, because layer_types has sliding layers")
     return fields | {"activation": read_activation(settings, "hidden_act", "silu"), "attention_bias": "qkv"}
 
 
@@ -151,7 +168,11 @@ def read_qwen3_moe(settings: Settings) -> Tree:
     settings.expect("decoder_sparse_step", 1)
     settings.expect("mlp_only_layers", [])
     fields = read_qwen3(settings)
-    settings.take("intermediate_size", None)
+    if "layer_types" in settings:
+        raise settings.refuse("layer_types", "none: in this family all layers are alike")
+    # Every layer has the window, whatever max_window_layers says.
+    uses_window = settings.take("use_sliding_window", False)
+    fields |= _read_layers(settings, fields, old=lambda layer: uses_window)
     return fields | {
         "d_ff": settings.take("moe_intermediate_size"),
         "num_experts": settings.take("num_experts", settings.take("num_local_experts", 128)),
@@ -162,7 +183,7 @@ def read_qwen3_moe(settings: Settings) -> Tree:
 
 
 def write_qwen3_moe(c: ModelConfig) -> Tree:
-    return write_qwen3(c) | {
+    return {name: value for name, value in write_qwen3(c).items() if name != "layer_types"} | {
         "moe_intermediate_size": c.F,
         "num_experts": c.E,
         "router_aux_loss_coef": c.balance_loss,
@@ -173,8 +194,8 @@ def write_qwen3_moe(c: ModelConfig) -> Tree:
     }
 
 
-def read_gemma(settings: Settings) -> Tree:
-    fields = _read_sizes(settings, tied=True, eps=1e-6) | read_rope(settings)
+def read_gemma(settings: Settings, *, theta: float = 10_000.0) -> Tree:
+    fields = _read_sizes(settings, tied=True, eps=1e-6) | read_rope(settings, theta=theta)
     settings.expect("use_bidirectional_attention", False)
     old = settings.take("hidden_act", "gelu_pytorch_tanh")
     # Gemma was published with "gelu", which meant the tanh form, beside a hidden_activation that overrides it.
@@ -193,16 +214,18 @@ def write_gemma(c: ModelConfig) -> Tree:
     return _write_sizes(c) | write_rope(c) | {"attention_bias": c.attention_bias == "all"}
 
 
-def read_gemma2(settings: Settings) -> Tree:
-    fields = read_gemma(settings)
+def read_gemma2(
+    settings: Settings, *, theta: float = 10_000.0, softcaps: tuple[float | None, float | None] = (50.0, 30.0)
+) -> Tree:
+    fields = read_gemma(settings, theta=theta)
     return (
         fields
         | _read_layers(settings, fields, old=lambda layer: layer % 2 == 0)
         | {
             "residual": "pre_and_post",
             "query_scale": settings.take("query_pre_attn_scalar", 256) ** -0.5,
-            "attention_softcap": settings.take("attn_logit_softcapping", None),
-            "logit_softcap": settings.take("final_logit_softcapping", None),
+            "attention_softcap": settings.take_unless_absent("attn_logit_softcapping", softcaps[0]),
+            "logit_softcap": settings.take_unless_absent("final_logit_softcapping", softcaps[1]),
         }
     )
 
@@ -223,16 +246,19 @@ def write_gemma2(c: ModelConfig) -> Tree:
 
 def read_gemma3(settings: Settings) -> Tree:
     every = settings.take("sliding_window_pattern", settings.take("_sliding_window_pattern", 6))
-    fields = read_gemma2(settings)
+    # The model has no soft cap inside attention, although its config may name one.
+    settings.expect("attn_logit_softcapping")
+    fields = read_gemma2(settings, theta=1e6, softcaps=(None, None))
     if "layer_types" not in settings:
         fields |= _read_layers(settings, fields, old=lambda layer: (layer + 1) % every != 0)
-    return fields | {"qk_norm": "head"}
+    local = 10_000.0 if fields["local_rope_theta"] is None else fields["local_rope_theta"]
+    return fields | {"qk_norm": "head", "local_rope_theta": local if fields["window"] is not None else None}
 
 
 def read_phi3(settings: Settings) -> Tree:
     # The context before scaling; it counts for "longrope" alone, which is refused with the rope's settings.
     settings.take("original_max_position_embeddings", None)
-    return read_mistral(settings, fraction=1.0)
+    return read_mistral(settings, eps=1e-5, fraction=1.0, window=None)
 
 
 def read_neox(settings: Settings) -> Tree:

@@ -72,6 +72,8 @@ def write_bare_bert(c: ModelConfig) -> Tree:
 
 def read_roberta(settings: Settings) -> Tree:
     fields = read_bert(settings)
+    if fields["output_transform"] and fields["activation"] != "gelu":
+        raise settings.refuse("hidden_act", "'gelu', because the output layer has no other")
     settings.expect("pad_token_id", ROBERTA_UNUSED_POSITIONS - 1)
     return fields | {"max_seq_len": fields["max_seq_len"] - ROBERTA_UNUSED_POSITIONS}
 

@@ -13,6 +13,9 @@ from transformer_jax.pretrained.names import Row
 
 Tree = dict[str, Any]
 
+WRONG_KINDS = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
+"""What Python says when a file has a list where a number belongs, and the like."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -72,6 +75,8 @@ def read_config(family: Family, tree: Tree, where: str, tensors: Collection[str]
         config = ModelConfig(**family.read(settings))
     except UserError as error:
         raise UserError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+    except WRONG_KINDS as error:
+        raise UserError(f"{where}: a setting has a value of the wrong kind ({error})") from None
     settings.finish()
     return canonical(config)
 

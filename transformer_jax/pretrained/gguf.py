@@ -13,7 +13,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.positions import rope_frequencies
 from transformer_jax.pretrained import gguf_names
 from transformer_jax.pretrained.config_reader import Settings
-from transformer_jax.pretrained.families import canonical
+from transformer_jax.pretrained.families import WRONG_KINDS, canonical
 from transformer_jax.pretrained.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from transformer_jax.pretrained.gguf_tokenizer import read_gguf_tokenizer
 from transformer_jax.pretrained.huggingface import Pretrained, read_params
@@ -155,9 +155,8 @@ def config_of_gguf(path: Path) -> ModelConfig:
 
 def _architecture(file: GGUFFile, path: Path) -> Architecture:
     name = file.settings.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UserError(f"{path}: general.architecture is {name!r}; expected one of {', '.join(ARCHITECTURES)}")
-    assert name is not None
     return MIXTRAL if name == "llama" and file.settings.get("llama.expert_count") else ARCHITECTURES[name]
 
 
@@ -171,6 +170,8 @@ def read_config(architecture: Architecture, file: GGUFFile, path: Path) -> Model
         config = ModelConfig(**fields)
     except UserError as error:
         raise UserError(str(error) if str(error).startswith(str(path)) else f"{path}: {error}") from None
+    except WRONG_KINDS as error:
+        raise UserError(f"{path}: a setting has a value of the wrong kind ({error})") from None
     settings.finish()
     return canonical(_scaled(config, file.tensors, path))
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,13 +43,13 @@ def save_gguf(path: Path, c: ModelConfig, params: Params, tokenizer: Tokenizer, 
     name, architecture = _find(c)
     settings = _settings(name, c)
     _check_same(name, architecture, settings, c)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(temporary, name, settings | describe_tokenizer(tokenizer, c.table_rows), architecture, c, params, kind)
         temporary.rename(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); make room, or choose another") from None
+        raise UserError(f"{path} cannot be written ({error.strerror or error}); make room, or choose another") from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -108,8 +107,17 @@ def _scaling(scaling: RopeScaling) -> Tree:
     return {}
 
 
+WITH_BIASES = ("llama", "qwen2", "gpt2", "gptneox")
+NEVER_TIED = ("olmo2", "gptneox")
+"""Architectures of llama.cpp that know biases of attention, and that want an output layer of their own."""
+
+
 def _check_same(name: str, architecture: Architecture, settings: Tree, c: ModelConfig) -> None:
     """Refuse a model that the file would not describe exactly, by reading what is about to be written."""
+    if c.attention_bias != "none" and name not in WITH_BIASES:
+        raise UserError(f"llama.cpp's {name} has no biases in attention")
+    if c.tie_embeddings and name in NEVER_TIED:
+        raise UserError(f"llama.cpp's {name} has an output layer of its own, and this model's is its embedding table")
     # Vectors and tables that the reader looks for, not to read them but to see whether they are there.
     present: dict[str, tuple[int, ...]] = {"token_embd.weight": (c.table_rows, c.D)}
     if not c.tie_embeddings:

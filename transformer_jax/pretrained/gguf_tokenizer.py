@@ -6,6 +6,7 @@ way to split gives other tokens.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ SPLITS: Mapping[str, list[Tree]] = {
 
 def read_gguf_tokenizer(settings: Mapping[str, Any], path: Path) -> Tokenizer:
     """Make the tokenizer of a file. Raises `UserError` naming what is missing, or not known."""
+    try:
+        return _read(settings, path)
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+        raise UserError(f"{path}: the tokenizer has a setting of the wrong kind ({error})") from None
+
+
+def _read(settings: Mapping[str, Any], path: Path) -> Tokenizer:
     words = _setting(settings, "tokens", list, path)
     kinds = _setting(settings, "token_type", list, path)
     if len(kinds) != len(words):
@@ -87,7 +95,7 @@ def _setting(settings: Mapping[str, Any], name: str, kind: type, path: Path) -> 
 
 def _stop_ids(settings: Mapping[str, Any], words: list[str]) -> list[int]:
     found = [settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    return list(dict.fromkeys(i for i in found if isinstance(i, int) and i < len(words)))
+    return list(dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < len(words)))
 
 
 def _template(settings: Mapping[str, Any], words: list[str], path: Path) -> Tree | None:
@@ -170,6 +178,7 @@ def _merges(words: list[str], scores: list[float]) -> list[list[str]]:
 
 
 UNUSED, NORMAL, BYTE = 5, 1, 6
+BYTE_WORD = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def describe_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
@@ -183,7 +192,11 @@ def describe_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         raise UserError(f"the tokenizer is a {model.get('type')}; a GGUF file can describe a BPE alone")
     words = {i: word for word, i in model["vocab"].items()}
     kinds = dict.fromkeys(words, NORMAL)
+    if model.get("byte_fallback"):
+        kinds |= {i: BYTE for i, word in words.items() if BYTE_WORD.fullmatch(word)}
     for token in tree["added_tokens"]:
+        if token["lstrip"] or token["rstrip"] or token["single_word"]:
+            raise UserError(f"llama.cpp cannot strip what stands beside the added token {token['content']!r}")
         words[token["id"]] = token["content"]
         kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
     tokens = [words.get(i, f"[unused{i}]") for i in range(rows)]
@@ -204,13 +217,17 @@ def describe_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
 
 
 def _describe_bytes(tree: Tree, merges: list[str]) -> Tree:
+    normalizer = tree["normalizer"]
     found = tree["pre_tokenizer"] or {}
     steps = found.get("pretokenizers", [found])
     # Without merges every way to split gives the same bytes.
     for name, split in SPLITS.items():
-        if not merges or [_essence(step) for step in steps] == [_essence(step) for step in split]:
+        known = normalizer == ({"type": "NFC"} if name == "qwen2" else None)
+        if known and (not merges or [_essence(step) for step in steps] == [_essence(step) for step in split]):
             return {"model": "gpt2", "pre": name, "merges": merges or [NO_MERGE]}
-    raise UserError(f"llama.cpp has no name that this version knows for the tokenizer's way to split text: {steps}")
+    raise UserError(
+        f"llama.cpp has no name that this version knows for the tokenizer's way to split text: {normalizer}, {steps}"
+    )
 
 
 def _essence(step: Tree) -> Tree:
@@ -225,6 +242,11 @@ def _describe_pieces(tree: Tree, tokens: list[str]) -> Tree:
         best.setdefault(left + right, -float(rank))
     normalizer = tree["normalizer"] or {}
     steps = normalizer.get("normalizers", [normalizer])
+    kinds = [step.get("type") for step in steps]
+    if tree["pre_tokenizer"] is not None or kinds not in (["Replace"], ["Prepend", "Replace"]):
+        raise UserError(
+            f"llama.cpp has no name for the tokenizer's way to split text: {tree['pre_tokenizer']}, {steps}"
+        )
     return {
         "model": "llama",
         "scores": [best.get(token, -1e9) for token in tokens],

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 import warnings
@@ -29,6 +28,7 @@ DERIVED = re.compile(r"rotary_emb\.inv_freq$|embeddings\.position_ids$|\.(attn|a
 TIED = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight")
 """Output layers, which a file may hold although they are the embedding table."""
 
+BIASES = ("cls.predictions.bias", "lm_head.bias")
 TIED_BIASES = ("cls.predictions.decoder.bias", "lm_head.decoder.bias")
 
 
@@ -91,6 +91,8 @@ def _read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Tokenizer | No
 
 def read_params(table: tuple[Row, ...], c: ModelConfig, tensors: Mapping[str, Any], where: Path) -> Params:
     """Make the parameter tree from the tensors of a file, row by row of the table."""
+    if len(tensors) < c.L:
+        raise UserError(f"{where}: it has {len(tensors)} tensors, too few for {c.L} layers")
     shapes = jax.eval_shape(build(c).init, jax.random.key(0))
     leaves = by_path(shapes)
     rows = expand(table, c, set(leaves))
@@ -133,6 +135,10 @@ def _check_tensors(
             f"{folder}: its tensors are not those of its config.json: {', '.join(listed)}"
             + (f", and {more} more" if more else "")
         )
+    used = next((name for name in expected if name in BIASES), None)
+    for name in TIED_BIASES:
+        if name in tensors and used is not None and not np.array_equal(tensors[name].read(), tensors[used].read()):
+            raise UserError(f"{folder}: the tensors {name!r} and {used!r} are not alike, and the model has one of them")
     for name, shape in expected.items():
         if tensors[name].shape != shape:
             raise UserError(
@@ -165,9 +171,11 @@ def save_folder(
     called `prefer` is taken. Raises `UserError` when there is none, or when the folder exists already.
     """
     family, settings = write_config(c, prefer)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     if folder.exists():
         raise UserError(f"{folder} exists already; name a folder to make")
+    temporary = folder.with_name(f".{folder.name}.partial")
+    # What a killed run has left.
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
         _write_tensors(temporary, tensors_of(family.rows, c, params))
@@ -204,7 +212,10 @@ def _write_tensors(folder: Path, tensors: Iterator[tuple[str, Any]]) -> None:
 
     def write_shard() -> None:
         name = f"model-{len(set(places.values())) + 1:05d}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        try:
+            save_file(shard, folder / name, metadata={"format": "pt"})
+        except Exception as error:  # The package raises nothing narrower for a full disk.
+            raise UserError(f"{folder / name} cannot be written ({error}); make room, or choose another") from None
         # Written for its owner alone, unlike every other file here.
         (folder / name).chmod((folder.stat().st_mode & 0o666) | 0o600)
         places.update(dict.fromkeys(shard, name))

@@ -22,13 +22,14 @@ OF_KIND = {
 """Settings that a kind has besides its factor and the original context; they have the same names here and there."""
 
 
-def read_rope(settings: Settings, *, fraction: float | None = None) -> Tree:
+def read_rope(settings: Settings, *, theta: float = 10_000.0, fraction: float | None = None) -> Tree:
     """The rotary fields of a `ModelConfig`. Raises `UserError` for a type or a setting that is not known.
 
-    `fraction` is the part of a head that is rotated unless the file says otherwise; without it the family rotates all.
+    `theta` is the family's own base. `fraction` is the part of a head that is rotated unless the file says otherwise;
+    without it the family rotates all.
     """
     longest = settings.take("max_position_embeddings")
-    theta = settings.take("rope_theta", settings.take("rotary_emb_base", 10_000.0))
+    theta = settings.take("rope_theta", settings.take("rotary_emb_base", theta))
     part = 1.0 if fraction is None else settings.take("partial_rotary_factor", settings.take("rotary_pct", fraction))
     local_theta = settings.take("rope_local_base_freq", None)
     settings.expect("rope_interleaved", False)
