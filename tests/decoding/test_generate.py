@@ -1,5 +1,6 @@
 """Prefill and decoding against a forward pass without a cache, alone and in company, whole and in pieces."""
 
+import itertools
 import re
 from typing import Any
 
@@ -164,8 +165,15 @@ class TestCompany:
             assert alone.finish_reason == completion.finish_reason
             np.testing.assert_allclose(alone.logprobs, completion.logprobs, atol=1e-5)
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    @pytest.mark.parametrize("longest", [16, 600])
+    @pytest.mark.parametrize(
+        ("longest", "dtype"),
+        [
+            (600, "float32"),
+            (16, "bfloat16"),
+            pytest.param(16, "float32", marks=pytest.mark.slow),
+            pytest.param(600, "bfloat16", marks=pytest.mark.slow),
+        ],
+    )
     def test_at_one_batch_size_company_and_place_change_no_bit(self, dtype: str, longest: int):
         """Longer company is prefilled in wider chunks, and has a longer cache."""
         model, params = make_model(dtype=dtype, max_seq_len=1024)
@@ -197,6 +205,7 @@ class TestCompany:
         assert counts[0] == 1
         assert max(counts[1:]) == 4
 
+    @pytest.mark.slow
     def test_parameters_on_many_devices_give_the_same(self, rope: tuple[Model, Params]):
         model, params = rope
         mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -294,6 +303,10 @@ def copies_of(compiled: str, shapes: set[str]) -> list[str]:
     return [line.strip() for line in compiled.splitlines() if (found := pattern.search(line)) and found[1] in sizes]
 
 
+COPIED_ELSEWHERE = ((1, "float32", 2), (4, "float32", 4), (2, "bfloat16", 4), (4, "bfloat16", 2))
+"""Cases that other forms have copied."""
+
+
 class TestCost:
     def compile(self, model: Model, params: Params, rows: int, length: int) -> tuple[Any, set[str], int]:
         cache = model.init_cache(rows, length)
@@ -311,8 +324,14 @@ class TestCost:
         shapes = {f"{names[leaf.dtype.name]}[{','.join(map(str, leaf.shape))}]" for leaf in leaves}
         return compiled, shapes, sum(leaf.nbytes for leaf in leaves)
 
-    @pytest.mark.parametrize("heads", [1, 2, 4])
-    @pytest.mark.parametrize(("rows", "dtype"), [(1, "float32"), (4, "float32"), (2, "bfloat16"), (4, "bfloat16")])
+    @pytest.mark.parametrize(
+        ("rows", "dtype", "heads"),
+        [
+            pytest.param(*case, marks=[] if case in COPIED_ELSEWHERE else pytest.mark.slow)
+            for case in itertools.product((1, 2, 4), ("float32", "bfloat16"), (1, 2, 4))
+            if case[:2] != (1, "bfloat16")
+        ],
+    )
     def test_decode_never_copies_the_cache(self, rows: int, dtype: str, heads: int):
         model, params = make_model(head_dim=32, num_kv_heads=heads, dtype=dtype)
         compiled, shapes, cache_bytes = self.compile(model, params, rows, 208)

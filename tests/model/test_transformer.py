@@ -80,7 +80,7 @@ CONFIGS = {
     ),
     "original": dataclasses.replace(LLAMA, positions="sinusoidal", residual="post", norm="layernorm"),
 }
-QUICK = ("llama", "gpt", "encoder", "gemma", "experts")
+QUICK = ("llama", "gpt", "gemma")
 
 
 def marked(names):

@@ -146,6 +146,7 @@ def test_the_loss_is_the_weighted_mean_and_a_batch_without_targets_changes_nothi
     jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
 
 
+@pytest.mark.slow
 def test_experts_are_balanced_when_balance_weighs():
     """A router whose first expert is favoured, trained with and without the loss; the loss itself is told apart."""
     c = dataclasses.replace(C, num_experts=4, experts_per_token=1)
@@ -166,6 +167,7 @@ def test_experts_are_balanced_when_balance_weighs():
     assert ends[1]["loss"] < np.log(32)
 
 
+@pytest.mark.slow
 def test_numpy_arrays_will_do_outside_jit():
     state = init_state(build(C), OPTIMIZER, jax.random.key(0))
     _, metrics = make_train_step(build(C), OPTIMIZER)(state, a_batch())
