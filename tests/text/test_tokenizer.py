@@ -192,3 +192,17 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "missing.json")
     with pytest.raises(UserError, match="is a folder"):
         load_tokenizer(tmp_path)
+
+
+def test_what_follows_other_tokens_keeps_its_space(tmp_path: Path) -> None:
+    """A Metaspace decoder drops the space of the first token that it sees, and only there may it."""
+    theirs = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁def": 0, "▁return": 1, "▁": 2}, unk_token="▁"))
+    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    theirs.decoder = tokenizers.decoders.Metaspace()
+    theirs.add_special_tokens(["</s>"])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path / "tokenizer.json")
+    assert ours.decode([1]) == "return"
+    assert ours.decode_after([0], [1]) == " return"
+    assert ours.decode_after([], [1]) == "return"
+    assert ours.decode([0]) + ours.decode_after([0], [1, 0]) == ours.decode([0, 1, 0])
