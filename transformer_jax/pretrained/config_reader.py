@@ -3,9 +3,23 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from transformer_jax.architecture import ModelConfig
 from transformer_jax.errors import UserError
 
 REQUIRED: Any = object()
+
+WRONG_KINDS = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
+"""What Python says when a file has a list where a number belongs, and the like."""
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "num_layers": "num_hidden_layers",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "num_heads": "num_attention_heads",
+}
+"""Fields of `ModelConfig` by the names that most families have for them."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -162,3 +176,14 @@ def read_dtype(settings: Settings) -> str:
     """bfloat16 where the weights are; everything else computes in float32."""
     found = settings.take("dtype", settings.take("torch_dtype", "float32"))
     return "bfloat16" if found == "bfloat16" else "float32"
+
+
+def read_sizes(settings: Settings) -> dict[str, Any]:
+    """The fields of SIZES, and the precision."""
+    return {ours: settings.take(theirs) for ours, theirs in SIZES.items()} | {"dtype": read_dtype(settings)}
+
+
+def write_sizes(c: ModelConfig) -> dict[str, Any]:
+    """The same for a config.json, with the activation."""
+    sizes = {theirs: getattr(c, ours) for ours, theirs in SIZES.items()}
+    return sizes | {"vocab_size": c.table_rows, "hidden_act": THEIR_ACTIVATIONS[c.activation], "dtype": c.dtype}

@@ -11,6 +11,8 @@ from transformer_jax.pretrained.config_reader import (
     Settings,
     read_activation,
     read_dtype,
+    read_sizes,
+    write_sizes,
 )
 from transformer_jax.pretrained.rope import read_rope, write_rope
 
@@ -22,38 +24,23 @@ THEIR_KINDS = {ours: theirs for theirs, ours in KINDS.items()}
 
 def _read_sizes(settings: Settings, *, tied: bool, eps: float) -> Tree:
     """What every family since Llama calls by the same names."""
-    heads = settings.take("num_attention_heads")
-    return {
-        "vocab_size": settings.take("vocab_size"),
-        "max_seq_len": settings.take("max_position_embeddings"),
-        "num_layers": settings.take("num_hidden_layers"),
-        "d_model": settings.take("hidden_size"),
-        "d_ff": settings.take("intermediate_size"),
-        "num_heads": heads,
-        "num_kv_heads": settings.take("num_key_value_heads", heads),
+    fields = read_sizes(settings)
+    return fields | {
+        "num_kv_heads": settings.take("num_key_value_heads", fields["num_heads"]),
         "head_dim": settings.take("head_dim", None),
         "norm_eps": settings.take("rms_norm_eps", eps),
         "tie_embeddings": settings.take("tie_word_embeddings", tied),
         "attention_dropout": settings.take("attention_dropout", 0.0),
-        "dtype": read_dtype(settings),
     }
 
 
 def _write_sizes(c: ModelConfig) -> Tree:
-    return {
-        "vocab_size": c.table_rows,
-        "max_position_embeddings": c.max_seq_len,
-        "num_hidden_layers": c.L,
-        "hidden_size": c.D,
-        "intermediate_size": c.F,
-        "num_attention_heads": c.N,
+    return write_sizes(c) | {
         "num_key_value_heads": c.K,
         "head_dim": c.H,
         "rms_norm_eps": c.norm_eps,
         "tie_word_embeddings": c.tie_embeddings,
         "attention_dropout": c.attention_dropout,
-        "hidden_act": THEIR_ACTIVATIONS[c.activation],
-        "dtype": c.dtype,
     }
 
 

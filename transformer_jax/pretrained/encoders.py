@@ -4,7 +4,7 @@ from typing import Any
 
 from transformer_jax.architecture import ModelConfig
 from transformer_jax.errors import UserError
-from transformer_jax.pretrained.config_reader import THEIR_ACTIVATIONS, Settings, read_activation, read_dtype
+from transformer_jax.pretrained.config_reader import Settings, read_activation, read_sizes, write_sizes
 from transformer_jax.pretrained.names import ROBERTA_UNUSED_POSITIONS
 
 Tree = dict[str, Any]
@@ -15,13 +15,7 @@ def read_bert(settings: Settings) -> Tree:
     has_pooler = any("pooler.dense." in name for name in settings.tensors)
     settings.expect("position_embedding_type", "absolute")
     settings.expect("is_decoder", False)
-    return {
-        "vocab_size": settings.take("vocab_size"),
-        "max_seq_len": settings.take("max_position_embeddings"),
-        "num_layers": settings.take("num_hidden_layers"),
-        "d_model": settings.take("hidden_size"),
-        "d_ff": settings.take("intermediate_size"),
-        "num_heads": settings.take("num_attention_heads"),
+    return read_sizes(settings) | {
         "attention": "bidirectional",
         "positions": "learned",
         "residual": "post",
@@ -40,7 +34,6 @@ def read_bert(settings: Settings) -> Tree:
         "tie_embeddings": settings.take("tie_word_embeddings", True),
         "dropout": settings.take("hidden_dropout_prob", 0.1),
         "attention_dropout": settings.take("attention_probs_dropout_prob", 0.1),
-        "dtype": read_dtype(settings),
     }
 
 
@@ -53,20 +46,12 @@ def write_bert(c: ModelConfig) -> Tree:
 
 def write_bare_bert(c: ModelConfig) -> Tree:
     """Of a model without one, or apart from it."""
-    return {
-        "vocab_size": c.table_rows,
-        "max_position_embeddings": c.max_seq_len,
-        "num_hidden_layers": c.L,
-        "hidden_size": c.D,
-        "intermediate_size": c.F,
-        "num_attention_heads": c.N,
+    return write_sizes(c) | {
         "layer_norm_eps": c.norm_eps,
-        "hidden_act": THEIR_ACTIVATIONS[c.activation],
         "type_vocab_size": c.num_token_types,
         "tie_word_embeddings": c.tie_embeddings,
         "hidden_dropout_prob": c.dropout,
         "attention_probs_dropout_prob": c.attention_dropout,
-        "dtype": c.dtype,
     }
 
 

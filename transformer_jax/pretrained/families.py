@@ -8,13 +8,10 @@ from typing import Any
 from transformer_jax.architecture import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained import decoders, encoders, names
-from transformer_jax.pretrained.config_reader import Settings
+from transformer_jax.pretrained.config_reader import WRONG_KINDS, Settings
 from transformer_jax.pretrained.names import Row
 
 Tree = dict[str, Any]
-
-WRONG_KINDS = (TypeError, ValueError, ArithmeticError, AttributeError, LookupError)
-"""What Python says when a file has a list where a number belongs, and the like."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from transformer_jax.architecture import DType, ModelConfig, RopeScaling
 from transformer_jax.errors import UserError
 from transformer_jax.model.positions import rope_frequencies
 from transformer_jax.pretrained import gguf_names
-from transformer_jax.pretrained.config_reader import Settings
-from transformer_jax.pretrained.families import WRONG_KINDS, canonical
+from transformer_jax.pretrained.config_reader import WRONG_KINDS, Settings
+from transformer_jax.pretrained.families import canonical
 from transformer_jax.pretrained.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from transformer_jax.pretrained.gguf_tokenizer import read_gguf_tokenizer
 from transformer_jax.pretrained.huggingface import Pretrained, read_params

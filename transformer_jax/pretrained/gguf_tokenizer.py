@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from transformer_jax.errors import UserError
+from transformer_jax.pretrained.config_reader import WRONG_KINDS
 from transformer_jax.text.tokenizer import Tokenizer, read_tokenizer
 
 Tree = dict[str, Any]
@@ -49,7 +50,7 @@ def read_gguf_tokenizer(settings: Mapping[str, Any], path: Path) -> Tokenizer:
     """Make the tokenizer of a file. Raises `UserError` naming what is missing, or not known."""
     try:
         return _read(settings, path)
-    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+    except WRONG_KINDS as error:
         raise UserError(f"{path}: the tokenizer has a setting of the wrong kind ({error})") from None
 
 
