@@ -32,6 +32,17 @@ def keep_freed_memory() -> None:
             mallopt(option, value)
 
 
+def cache_folder(name: str) -> Path | None:
+    """Make a folder of ours in the user's cache folder; None where that cannot be."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transformer_jax" / name
+        folder.mkdir(parents=True, exist_ok=True)
+    # Path.home raises RuntimeError for a user without a home.
+    except (OSError, RuntimeError):
+        return None
+    return folder
+
+
 def remember_compilations() -> None:
     """Keep what is compiled for the next process: in JAX_COMPILATION_CACHE_DIR, else in the user's cache folder.
 
@@ -39,11 +50,8 @@ def remember_compilations() -> None:
     """
     folder = jax.config.jax_compilation_cache_dir
     if folder is None:
-        try:
-            folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transformer_jax" / "compiled"
-            folder.mkdir(parents=True, exist_ok=True)
-        # Path.home raises RuntimeError for a user without a home.
-        except (OSError, RuntimeError):
+        folder = cache_folder("compiled")
+        if folder is None:
             return
         jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

