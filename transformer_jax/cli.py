@@ -68,19 +68,28 @@ class Generate:
     model: str
     """The folder of a run, a published folder, a GGUF file, a name on Hugging Face's hub, or smollm2."""
     prompt: str
-    """The beginning of a document."""
+    """The beginning of a document; with --chat, what a user says."""
+    chat: bool = False
+    """Answer the prompt by the model's chat template, and print the answer alone."""
     dtype: DType | None = None
     """Precision to compute in. None: the model's own."""
     decoding: Annotated[DecodingConfig, Flat] = dataclasses.field(default_factory=DecodingConfig)
 
     def __call__(self) -> int:
         from transformer_jax.decoding.text import stream_text
+        from transformer_jax.text.chat import encode_chat
         from transformer_jax.training.open_model import open_model
 
         trained = open_model(self.model, self.dtype)
-        pieces = stream_text(trained.model, trained.params, trained.tokenizer, self.prompt, self.decoding)
+        tokenizer = trained.tokenizer
+        tokens = (
+            encode_chat(tokenizer, [{"role": "user", "content": self.prompt}])
+            if self.chat
+            else tokenizer.begin(self.prompt)
+        )
+        pieces = stream_text(trained.model, trained.params, tokenizer, tokens, self.decoding)
         # The first piece comes after the prompt has been checked.
-        print(self.prompt + next(pieces, ""), end="", flush=True)
+        print(("" if self.chat else self.prompt) + next(pieces, ""), end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
         print()
@@ -94,7 +103,8 @@ class Batch:
     model: str
     """The folder of a run, a published folder, a GGUF file, a name on Hugging Face's hub, or smollm2."""
     input: Path
-    """One request a line: {"prompt": ..., "id", "max_tokens", "temperature", "top_k", "top_p", "seed"}."""
+    """One request a line: {"prompt": ..., "id", "max_tokens", "temperature", "top_k", "top_p", "seed"}, or in place of
+    the prompt "messages", each with "role" and "content"."""
     output: Path
     """One answer a line, in the same order."""
     dtype: DType | None = None

@@ -1,4 +1,4 @@
-"""What every settings class shares: checks that name the field and its value, and the round trip through JSON."""
+"""What every settings class shares: checks that name the field and its value, and reading and writing JSON."""
 
 import dataclasses
 import json
@@ -59,11 +59,30 @@ def to_json(config: Any) -> str:
 
 def from_json(kind: type[C], text: str) -> C:
     """Read what `to_json` wrote. Raises `UserError` naming an unknown field, a missing section or a bad value."""
+    return _from_tree(kind, parse_object(text, kind.__name__), kind.__name__)
+
+
+def parse_object(content: str | bytes, where: str = "") -> dict[str, Any]:
+    """Read a JSON object. Raises `UserError` for anything else, and for a name that is given twice.
+
+    Python itself would take the last of the two.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        tree = dict(pairs)
+        if len(tree) < len(pairs):
+            raise ValueError("a name stands twice in an object")
+        return tree
+
+    prefix = f"{where}: " if where else ""
     try:
-        tree = json.loads(text)
+        text = content.decode("utf-8") if isinstance(content, bytes) else content
+        tree = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{kind.__name__}: not JSON ({error})") from None
-    return _from_tree(kind, tree, kind.__name__)
+        raise UserError(f"{prefix}not JSON ({error})") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{prefix}found {text[:40]}; expected an object")
+    return tree
 
 
 def _from_tree(kind: Any, tree: Any, where: str) -> Any:

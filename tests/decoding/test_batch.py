@@ -18,6 +18,7 @@ from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.batch import Summary, complete_file
 from transformer_jax.decoding.generate import generate
 from transformer_jax.errors import UserError
+from transformer_jax.text.chat import encode_chat
 from transformer_jax.text.tokenizer import byte_tokenizer
 
 MODEL = bigram(257)
@@ -96,6 +97,25 @@ class TestAnswers:
             assert record["prompt_tokens"] == len(prompt)
             assert record["logprob"] == pytest.approx(sum(alone.logprobs), abs=1e-5)
 
+    def test_a_conversation_is_answered_by_the_chat_template(self, source: Path, target: Path):
+        template = "{% for message in messages %}{{ message.role }}: {{ message.content }}{{ eos_token }}{% endfor %}"
+        tokenizer = dataclasses.replace(TOKENIZER, chat_template=template)
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<|endoftext|>"}]
+        lines = [{"messages": messages, "seed": 3}, {"messages": messages, "prompt": "a"}, {"messages": "hi"}]
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        run(source, target, tokenizer=tokenizer)
+        answer, both, none = records(target)
+        prompt = [256, *b"system: Be brief.", 256, *b"user: <|endoftext|>", 256]
+        assert encode_chat(tokenizer, messages) == prompt
+        (alone,) = generate(MODEL, PARAMS, [prompt], dataclasses.replace(DEFAULTS, seed=3), stop_ids=(256,))
+        assert answer["messages"] == messages
+        assert answer["completion"] == TOKENIZER.decode(alone.tokens)
+        assert both["error"] == "there are both a prompt and messages"
+        assert "expected a list of objects" in none["error"]
+        assert run(source, target, tokenizer=tokenizer).resumed == 3
+        with pytest.raises(UserError, match="written by another model or with other settings"):
+            run(source, target)
+
     @pytest.mark.parametrize("batch_size", [1, pytest.param(2, marks=pytest.mark.slow), 3, 20])
     def test_the_batch_size_changes_no_answer(self, source: Path, target: Path, batch_size: int):
         run(source, target)
@@ -144,11 +164,11 @@ class TestRefusedLines:
         ("line", "name", "error"),
         [
             (b"{", 2, "not JSON"),
-            (b"[1]", 2, "expected an object with a prompt"),
+            (b"[1]", 2, "expected an object"),
             (b"7", 2, "expected an object"),
             (b"[" * 100_000, 2, "not JSON"),
             (b'{"prompt": "\xff"}', 2, "not JSON"),
-            (b'{"prompt": "a", "prompt": "b"}', 2, "a field appears twice"),
+            (b'{"prompt": "a", "prompt": "b"}', 2, "a name stands twice"),
             (b'{"id": "x"}', "x", "there is no prompt"),
             (b'{"id": "x", "prompt": null}', "x", "prompt is None; expected text"),
             (b'{"id": "x", "prompt": "a", "temprature": 1}', "x", "unknown field 'temprature'; expected some of id"),

@@ -8,6 +8,7 @@ import pytest
 from transformer_jax.architecture import ModelConfig
 from transformer_jax.config import DataConfig, RunConfig
 from transformer_jax.errors import UserError
+from transformer_jax.text.tokenizer import train_bpe
 from transformer_jax.training.folder import locked, open_run, open_trained, record_run
 
 SMALL = ModelConfig(num_layers=1, d_model=16, d_ff=16, num_heads=2, max_seq_len=32)
@@ -54,11 +55,19 @@ def test_a_tokenizer_that_has_changed_is_refused(corpus, tmp_path_factory):
     vocabulary = tree["model"]["vocab"]
     vocabulary["1"], vocabulary["7"] = vocabulary["7"], vocabulary["1"]
     (folder / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(UserError, match=r"tokenizer.json has changed since the run began"):
+    with pytest.raises(UserError, match=r"tokenizer.json, or a file beside it, has changed"):
         open_run(folder, config(corpus))
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"cannot read the tokenizer"):
         open_run(folder, config(corpus))
+
+
+def test_the_tokenizer_of_another_model_keeps_its_template_and_what_ends_a_text(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    bpe = train_bpe(["document 1 2 3 " * 9], 270)
+    theirs = dataclasses.replace(bpe, chat_template="{{ messages }}\r\n", stop_ids=(bpe.end_of_text, 5))
+    record_run(folder, open_run(folder, config(corpus, tokenizer="model"), lambda: theirs))
+    assert open_run(folder, config(corpus, tokenizer="model")).tokenizer == theirs
 
 
 def test_other_settings_are_refused_and_shown(corpus, tmp_path_factory):

@@ -33,16 +33,18 @@ from transformer_jax.decoding.prompts import (
     Failure,
     Line,
     Prompt,
+    asked_by,
     digest,
     open_source,
     parse_line,
-    parse_object,
     read_lines,
 )
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model, Params
 from transformer_jax.report import SECONDS_BETWEEN_LINES
+from transformer_jax.settings import parse_object
 from transformer_jax.text.tokenizer import Tokenizer
+from transformer_jax.text.tokenizer_files import digest_of
 
 
 class Summary(NamedTuple):
@@ -70,9 +72,10 @@ def complete_file(
 ) -> Summary:
     """Answer each line of `source` in `target`, in order; run again, it completes what an earlier run has left.
 
-    A line is an object with a "prompt", and if it likes an "id" (else its line number) and its own max_tokens,
-    temperature, top_k, top_p and seed. A line without a seed gets one from the default seed and its line number. Blank
-    lines are skipped. The model reads each prompt, as plain text, behind one end-of-text token.
+    A line is an object with a "prompt" or, for a model that knows conversations, "messages", and if it likes an "id"
+    (else its line number) and its own max_tokens, temperature, top_k, top_p and seed. A line without a seed gets one
+    from the default seed and its line number. Blank lines are skipped. The model reads each prompt, as plain text,
+    behind the control tokens that its tokenizer begins a text with.
 
     `identity` is what decides the answers besides parameters and tokenizer: the model's config, as text. Answers do not
     depend on `batch_size`, the number of prompts that share a batch, beyond the rounding of the model's arithmetic.
@@ -171,7 +174,7 @@ def _answer(job: _Job, batch: Sequence[Line], report: Report) -> list[tuple[Prom
 def _record(prompt: Prompt, completion: Completion, tokenizer: Tokenizer) -> dict[str, Any]:
     return {
         "id": prompt.id,
-        "prompt": prompt.text,
+        **prompt.asked,
         "completion": tokenizer.decode_after(prompt.tokens, completion.tokens),
         "finish_reason": completion.finish_reason,
         "prompt_tokens": len(prompt.tokens),
@@ -252,7 +255,7 @@ def _describe_mismatch(path: Path, number: int, record: dict[str, Any] | None, s
         tree = parse_object(line.text)
     except UserError:
         tree = {}
-    if (record["id"], record.get("prompt")) == (tree.get("id", line.number), tree.get("prompt", "")):
+    if (record["id"], asked_by(record)) == (tree.get("id", line.number), asked_by(tree)):
         return (
             f"{path}, line {number} was written by another model or with other settings than this run's, and one file"
             f" must not mix them; {advice}"
@@ -304,7 +307,7 @@ def _progress(total: int, done: int) -> Iterator[Report]:
 
 def _digest_run(params: Params, tokenizer: Tokenizer, defaults: DecodingConfig, identity: str) -> str:
     settings = json.dumps(asdict(defaults), sort_keys=True)
-    return digest(identity, tokenizer.json, settings, *_describe_parameters(params))
+    return digest(identity, digest_of(tokenizer), settings, *_describe_parameters(params))
 
 
 def _describe_parameters(params: Params) -> Iterator[str]:

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from transformer_jax.decoding.prompts import check_id, open_source, parse_object, read_lines
+from transformer_jax.decoding.prompts import check_id, open_source, read_lines
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model, Params
+from transformer_jax.settings import parse_object
 from transformer_jax.text.tokenizer import Tokenizer
 
 Pooling = Literal["mean", "first", "pooler"]

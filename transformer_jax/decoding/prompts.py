@@ -1,16 +1,16 @@
 """A JSONL file of prompts, line by line: what a line may say, and what it means to a model.
 
     {"prompt": "def f", "id": "a", "max_tokens": 20, "temperature": 0.5, "top_k": 5, "top_p": 0.9, "seed": 1}
+    {"messages": [{"role": "user", "content": "Hi"}]}
 
-Only the prompt must be there. A line that cannot be answered is an error of its own and harms no other. This file reads
-prompts; it knows nothing of outputs.
+Only the prompt, or a conversation for it, must be there. A line that cannot be answered is an error of its own and
+harms no other. This file reads prompts; it knows nothing of outputs.
 """
 
 import hashlib
-import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,10 +22,15 @@ from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.prefill import check_prompt
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model
+from transformer_jax.settings import parse_object
+from transformer_jax.text.chat import encode_chat
 from transformer_jax.text.tokenizer import Tokenizer
 
 SETTINGS = tuple(field.name for field in fields(DecodingConfig))
 """The settings of which a line may have its own."""
+
+ASKING = ("prompt", "messages")
+"""The fields of which a line has one: text to go on with, or a conversation to answer."""
 
 
 class Line(NamedTuple):
@@ -42,9 +47,10 @@ class Prompt:
     """A line that a model can answer."""
 
     id: str | int
-    text: str
+    asked: dict[str, Any]
+    """The field of the line that asks: prompt, or messages."""
     tokens: list[int]
-    """Of the text, behind one end-of-text token."""
+    """Of the text behind its control tokens, or of the conversation up to the answer."""
     settings: DecodingConfig
 
 
@@ -99,40 +105,35 @@ def parse_line(line: Line, model: Model, tokenizer: Tokenizer, defaults: Decodin
     try:
         tree = parse_object(line.text)
         name = check_id(tree.get("id", line.number))
-        unknown = [field for field in tree if field not in ("id", "prompt", *SETTINGS)]
+        unknown = [field for field in tree if field not in ("id", *ASKING, *SETTINGS)]
         if unknown:
-            raise UserError(f"unknown field {unknown[0]!r}; expected some of id, prompt, {', '.join(SETTINGS)}")
-        if "prompt" not in tree:
-            raise UserError("there is no prompt")
-        text = tree["prompt"]
-        if not isinstance(text, str):
-            raise UserError(f"prompt is {text!r}; expected text")
+            known = ", ".join(("id", *ASKING, *SETTINGS))
+            raise UserError(f"unknown field {unknown[0]!r}; expected some of {known}")
+        asked = asked_by(tree)
+        if len(asked) != 1:
+            raise UserError("there are both a prompt and messages" if asked else "there is no prompt, nor messages")
         seed = int(np.random.SeedSequence((defaults.seed, line.number)).generate_state(1)[0])
         own = {field: tree[field] for field in SETTINGS if field in tree}
         settings = replace(defaults, **({"seed": seed} | own))
-        tokens = tokenizer.begin(text)
+        tokens = _encode(tokenizer, asked)
         check_prompt(model, tokens, min(tokenizer.vocab_size, model.vocab_size))
     except UserError as error:
         return Failure(name, line.number, str(error).removeprefix("DecodingConfig."))
-    return Prompt(name, text, tokens, settings)
+    return Prompt(name, asked, tokens, settings)
 
 
-def parse_object(text: bytes) -> dict[str, Any]:
-    """Read a JSON object. Raises `UserError` for anything else, and for a field that appears twice."""
+def asked_by(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a line, or of its answer, that ask something."""
+    return {field: tree[field] for field in ASKING if field in tree}
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        tree = dict(pairs)
-        if len(tree) < len(pairs):
-            raise ValueError("a field appears twice")
-        return tree
 
-    try:
-        tree = json.loads(text.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"not JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"found {text[:40].decode(errors='replace')}; expected an object with a prompt")
-    return tree
+def _encode(tokenizer: Tokenizer, asked: Mapping[str, Any]) -> list[int]:
+    if "messages" in asked:
+        return encode_chat(tokenizer, asked["messages"])
+    text = asked["prompt"]
+    if not isinstance(text, str):
+        raise UserError(f"prompt is {text!r}; expected text")
+    return tokenizer.begin(text)
 
 
 def check_id(value: Any) -> str | int:

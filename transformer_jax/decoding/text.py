@@ -1,6 +1,6 @@
 """One prompt as text, continued as text, piece by piece."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transformer_jax.config import DecodingConfig
@@ -13,13 +13,12 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 def stream_text(
-    model: Model, params: Params, tokenizer: Tokenizer, prompt: str, settings: DecodingConfig
+    model: Model, params: Params, tokenizer: Tokenizer, tokens: Sequence[int], settings: DecodingConfig
 ) -> Iterator[str]:
-    """Continue the beginning of a document; the pieces joined are the continuation decoded as a whole.
+    """Continue a prompt, given as its ids; the pieces joined are the continuation decoded as a whole.
 
     Raises `UserError` when the prompt does not fit into the context.
     """
-    tokens = tokenizer.begin(prompt)
     check_prompt(model, tokens)
     choice: dict[str, Any] = {
         "stop_ids": tokenizer.stop_ids,

@@ -20,6 +20,19 @@ Tree = dict[str, Any]
 NO_MERGE = ""
 """What stands in the list of a tokenizer without merges: llama.cpp demands the list, and a list cannot be empty."""
 
+CHAT_TEMPLATE = "tokenizer.chat_template"
+
+SPECIAL_TOKENS = {
+    "bos": "bos",
+    "eos": "eos",
+    "unk": "unknown",
+    "sep": "seperator",
+    "pad": "padding",
+    "cls": "cls",
+    "mask": "mask",
+}
+"""What control tokens are for, and what GGUF calls it."""
+
 CONTROL, USER_DEFINED = 3, 4
 """Types of tokens: one that no text is encoded to, and one that a text may hold as it is."""
 
@@ -84,7 +97,15 @@ def _read(settings: Mapping[str, Any], path: Path) -> Tokenizer:
     stop_ids = _stop_ids(settings, words)
     if not stop_ids:
         raise UserError(f"{path}: tokenizer.ggml.eos_token_id is missing, or no token")
-    return read_tokenizer(json.dumps(tree), str(path), stop_ids)
+    special = {
+        f"{ours}_token": words[i]
+        for ours, theirs in SPECIAL_TOKENS.items()
+        if isinstance(i := settings.get(f"tokenizer.ggml.{theirs}_token_id"), int) and 0 <= i < len(words)
+    }
+    template = settings.get(CHAT_TEMPLATE)
+    if template is not None and not isinstance(template, str):
+        raise UserError(f"{path}: {CHAT_TEMPLATE} is not a text")
+    return read_tokenizer(json.dumps(tree), str(path), stop_ids, special, template)
 
 
 def _setting(settings: Mapping[str, Any], name: str, kind: type, path: Path) -> Any:
@@ -95,7 +116,7 @@ def _setting(settings: Mapping[str, Any], name: str, kind: type, path: Path) -> 
 
 
 def _stop_ids(settings: Mapping[str, Any], words: list[str]) -> list[int]:
-    found = [settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    found = [settings.get(f"tokenizer.ggml.{name}_token_id") for name in STOPS]
     return list(dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < len(words)))
 
 
@@ -178,6 +199,9 @@ def _merges(words: list[str], scores: list[float]) -> list[list[str]]:
     return merges
 
 
+STOPS = ("eos", "eot", "eom")
+"""Tokens that end a text, a turn and a message; any of them ends a continuation."""
+
 UNUSED, NORMAL, BYTE = 5, 1, 6
 BYTE_WORD = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -201,20 +225,26 @@ def describe_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
         words[token["id"]] = token["content"]
         kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
     tokens = [words.get(i, f"[unused{i}]") for i in range(rows)]
+    if len(tokenizer.stop_ids) > len(STOPS):
+        raise UserError(f"{len(tokenizer.stop_ids)} tokens end a text; a GGUF file can name {len(STOPS)} of them")
+    special = {
+        f"{theirs}_token_id": tokenizer.control_tokens[tokenizer.special_tokens[f"{ours}_token"]]
+        for ours, theirs in SPECIAL_TOKENS.items()
+        if f"{ours}_token" in tokenizer.special_tokens
+    }
     settings: dict[str, Any] = {
         "tokens": tokens,
         "token_type": [kinds.get(i, UNUSED) for i in range(rows)],
-        "eos_token_id": tokenizer.end_of_text,
-        "padding_token_id": tokenizer.end_of_text,
+        **special,
+        **{f"{name}_token_id": i for name, i in zip(STOPS, tokenizer.stop_ids, strict=False)},
         "add_bos_token": bool(tokenizer.prefix),
     }
-    if len(tokenizer.stop_ids) > 1:
-        settings["eot_token_id"] = tokenizer.stop_ids[1]
     if tokenizer.prefix:
         settings["bos_token_id"] = tokenizer.prefix[0]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
     settings |= _describe_bytes(tree, merges) if not model.get("byte_fallback") else _describe_pieces(tree, tokens)
-    return {f"tokenizer.ggml.{name}": value for name, value in settings.items()}
+    template = {} if tokenizer.chat_template is None else {CHAT_TEMPLATE: tokenizer.chat_template}
+    return {f"tokenizer.ggml.{name}": value for name, value in settings.items()} | template
 
 
 def _describe_bytes(tree: Tree, merges: list[str]) -> Tree:

@@ -20,7 +20,9 @@ from transformer_jax.pretrained.extra import load_extra
 from transformer_jax.pretrained.families import Family, family_of, read_config, write_config
 from transformer_jax.pretrained.names import Row, expand
 from transformer_jax.pretrained.safetensors import StoredTensor, open_folder
-from transformer_jax.text.tokenizer import Tokenizer, load_tokenizer
+from transformer_jax.settings import parse_object
+from transformer_jax.text.tokenizer import Tokenizer
+from transformer_jax.text.tokenizer_files import control_ids, files_of, read_tokenizer_files
 
 DERIVED = re.compile(r"rotary_emb\.inv_freq$|embeddings\.position_ids$|\.(attn|attention)\.(masked_)?bias$")
 """Tensors of older files that follow from the config."""
@@ -61,7 +63,8 @@ def load_folder(folder: Path, dtype: DType | None = None) -> Pretrained:
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype)
     params = read_params(family.rows, config, tensors, folder)
-    return Pretrained(config, params, family.model_type, _read_tokenizer(folder, tree))
+    tokenizer = read_tokenizer_files(folder, tree.get("eos_token_id")) if (folder / "tokenizer.json").exists() else None
+    return Pretrained(config, params, family.model_type, tokenizer)
 
 
 def config_of_folder(folder: Path) -> ModelConfig:
@@ -75,18 +78,6 @@ def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], Fa
     tensors = open_folder(folder)
     family = family_of(tree, str(path), tensors)
     return tree, tensors, family, read_config(family, tree, str(path), tensors)
-
-
-def _read_tokenizer(folder: Path, settings: Mapping[str, Any]) -> Tokenizer | None:
-    path, generation = folder / "tokenizer.json", folder / "generation_config.json"
-    if not path.exists():
-        return None
-    stop = read_json(generation).get("eos_token_id") if generation.exists() else None
-    stop = settings.get("eos_token_id") if stop is None else stop
-    stop_ids = stop if isinstance(stop, list) else [] if stop is None else [stop]
-    if not all(type(i) is int for i in stop_ids):
-        raise UserError(f"{folder}: eos_token_id is {stop!r}; expected a token id, or a list of them")
-    return load_tokenizer(path, stop_ids)
 
 
 def read_params(table: tuple[Row, ...], c: ModelConfig, tensors: Mapping[str, Any], where: Path) -> Params:
@@ -179,15 +170,11 @@ def save_folder(
     try:
         temporary.mkdir(parents=True)
         _write_tensors(temporary, tensors_of(family.rows, c, params))
-        stops = [] if tokenizer is None else list(tokenizer.stop_ids)
-        control = {"eos_token_id": stops if len(stops) > 1 else stops[0]} if stops else {}
-        write_json(temporary / "config.json", {**UNSET_TOKENS, **settings, "dtype": dtype, **control})
-        write_json(temporary / "generation_config.json", control)
-        if tokenizer is not None:
-            tokenizer.save(temporary / "tokenizer.json")
-            name = tokenizer.end_of_text_name
-            settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": name, "pad_token": name}
-            write_json(temporary / "tokenizer_config.json", settings)
+        files, control = ({}, {}) if tokenizer is None else (files_of(tokenizer), control_ids(tokenizer))
+        # A family may count positions by the id of its padding, which is then among its settings.
+        write_json(temporary / "config.json", {**UNSET_TOKENS, **control, **settings, "dtype": dtype})
+        for name, content in files.items():
+            (temporary / name).write_text(content, encoding="utf-8")
         temporary.rename(folder)
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}); make room, or choose another") from None
@@ -243,11 +230,8 @@ def write_json(path: Path, tree: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises `UserError` for a file that is missing or is none."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        return parse_object(path.read_bytes(), str(path))
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: not a JSON object")
-    return tree
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None

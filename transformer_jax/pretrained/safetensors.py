@@ -4,7 +4,6 @@ A file is eight bytes with the length of a header, the header, and the numbers. 
 whoever made the file, so each is checked: https://huggingface.co/docs/safetensors, section "Format".
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from transformer_jax.errors import UserError
+from transformer_jax.settings import parse_object
 
 LONGEST_HEADER = 100_000_000
 """Bytes; the format's own limit."""
@@ -59,7 +59,7 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return open_file(folder / "model.safetensors")
-    places = _read_json(index, _read_bytes(index)).get("weight_map")
+    places = parse_object(_read_bytes(index), str(index)).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise UserError(f"{index}: weight_map is not a list of tensors with their files")
     tensors: dict[str, StoredTensor] = {}
@@ -86,8 +86,10 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
                 f"{path}: not a whole safetensors file: it says that its header has {length:,} bytes, and has"
                 f" {size:,} bytes in all; fetch it again"
             )
-        header = _read_json(path, file.read(length))
-    header.pop("__metadata__", None)
+        header = parse_object(file.read(length), f"{path}, the header")
+    about = header.pop("__metadata__", {})
+    if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
+        raise UserError(f"{path}: __metadata__ is {about!r}; expected texts by name")
     spans = {name: _read_entry(path, name, entry, 8 + length) for name, entry in header.items()}
     end = 8 + length
     for name, tensor in sorted(spans.items(), key=lambda item: (item[1].begin, _bytes(item[1]))):
@@ -134,22 +136,3 @@ def _read_bytes(path: Path) -> bytes:
     if _size(path) > LONGEST_HEADER:
         raise UserError(f"{path}: is larger than {LONGEST_HEADER:,} bytes")
     return path.read_bytes()
-
-
-def _read_json(path: Path, content: bytes) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        tree = dict(pairs)
-        if len(tree) < len(pairs):
-            raise ValueError("a name stands twice")
-        return tree
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        tree = json.loads(content.decode("utf-8"), object_pairs_hook=once, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: the header is not JSON ({error}); fetch the file again") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"{path}: the header is not a JSON object")
-    return tree

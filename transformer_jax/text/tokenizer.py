@@ -1,17 +1,18 @@
 """Text to token ids and back: bytes, a BPE trained here, or any Hugging Face `tokenizer.json`.
 
-Every tokenizer is one `tokenizer.json`, so a run folder stores all kinds alike, and other programs can read them. The
-byte tokenizer is a fixed one of these files, known by its content, and needs no package.
+Every tokenizer is one `tokenizer.json`, with what stands beside it in tokenizer_files.py, so a run folder stores all
+kinds alike, and other programs can read them. The byte tokenizer is a fixed one of these files, known by its content,
+and needs no package.
 
-This file knows nothing of corpora, windows or models. It never adds a control token to a text: who wants an end-of-text
-token puts it there.
+This file knows nothing of conversations, corpora, windows or models. It never adds a control token to a text: who wants
+an end-of-text token puts it there.
 """
 
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 """The name of the end-of-text token in the tokenizers that are made here."""
 
+OUR_SPECIAL_TOKENS = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT}
+
 END_OF_TEXT_NAMES = (
     END_OF_TEXT,
     "<|end_of_text|>",
@@ -38,10 +41,14 @@ END_OF_TEXT_NAMES = (
 )
 """The names by which an end-of-text token is known; of several in one tokenizer, the first in this order is taken."""
 
+CONTROL_MARK = "\ufdd0"
+"""Stands before the name of a control token in a text whose other names of control tokens are ordinary text. No
+character has this code."""
+
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Turns text into token ids and back; two tokenizers are equal when their `tokenizer.json` is."""
+    """Turns text into token ids and back; two tokenizers are equal when their files are."""
 
     json: str = field(repr=False)
     """The content of its `tokenizer.json`."""
@@ -57,8 +64,15 @@ class Tokenizer:
     """Control tokens that stand behind a whole text, for an encoder."""
     stop_ids: tuple[int, ...]
     """The tokens that end a continuation; end-of-text is one of them."""
+    control_tokens: Mapping[str, int] = field(repr=False, hash=False)
+    """All tokens that no text is encoded to, by name."""
     encode_fn: Callable[[Sequence[str]], list[Int32[np.ndarray, "tokens"]]] = field(repr=False, compare=False)
+    encode_marked_fn: Callable[[str], list[int]] = field(repr=False, compare=False)
     decode_fn: Callable[[list[int]], str] = field(repr=False, compare=False)
+    special_tokens: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Names of control tokens by what they are for: bos_token, eos_token, pad_token and the like."""
+    chat_template: str | None = field(default=None, repr=False)
+    """A Jinja template that turns a conversation into text (chat.py)."""
 
     def encode(self, text: str) -> list[int]:
         """Encode one text, without any control token; what reads like one is encoded as ordinary text."""
@@ -67,14 +81,13 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "tokens"]]:
         """Encode each text as `encode` does, on all cores."""
         for text in texts:
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise UserError(
-                    f"the text has a lone surrogate {text[error.start]!r} at character {error.start},"
-                    " which is half of a character; remove it"
-                ) from None
+            _check_unicode(text)
         return self.encode_fn(texts)
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Encode a text in which CONTROL_MARK stands before the name of each control token that is meant."""
+        _check_unicode(text)
+        return self.encode_marked_fn(text)
 
     def begin(self, text: str) -> list[int]:
         """Encode the beginning of a text that a model is to go on with, control tokens before it."""
@@ -95,9 +108,15 @@ class Tokenizer:
                 raise UserError(f"token id {i} is not in the vocabulary, which has the ids 0 to {self.vocab_size - 1}")
         return self.decode_fn([i for i in ids if i != self.end_of_text])
 
-    def save(self, path: str | Path) -> None:
-        """Write the `tokenizer.json`; `load_tokenizer` reads it back equal."""
-        Path(path).write_text(self.json, encoding="utf-8")
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the text has a lone surrogate {text[error.start]!r} at character {error.start},"
+            " which is half of a character; remove it"
+        ) from None
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -109,7 +128,24 @@ def byte_tokenizer() -> Tokenizer:
     def decode(ids: list[int]) -> str:
         return bytes(ids).decode(errors="replace")
 
-    return Tokenizer(_byte_json(), 257, 256, END_OF_TEXT, (256,), (), (256,), encode, decode)
+    def encode_marked(text: str) -> list[int]:
+        first, *others = (list(piece.encode()) for piece in text.split(CONTROL_MARK + END_OF_TEXT))
+        return first + [i for piece in others for i in (256, *piece)]
+
+    return Tokenizer(
+        json=_byte_json(),
+        vocab_size=257,
+        end_of_text=256,
+        end_of_text_name=END_OF_TEXT,
+        prefix=(256,),
+        suffix=(),
+        stop_ids=(256,),
+        control_tokens={END_OF_TEXT: 256},
+        encode_fn=encode,
+        encode_marked_fn=encode_marked,
+        decode_fn=decode,
+        special_tokens=OUR_SPECIAL_TOKENS,
+    )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -139,14 +175,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT))]
     )
-    return read_tokenizer(tokenizer.to_str(pretty=True), "the trained BPE")
+    return read_tokenizer(tokenizer.to_str(pretty=True), "the trained BPE", special_tokens=OUR_SPECIAL_TOKENS)
 
 
-def load_tokenizer(path: str | Path, stop_ids: Sequence[int] = ()) -> Tokenizer:
+def load_tokenizer(
+    path: str | Path,
+    stop_ids: Sequence[int] = (),
+    special_tokens: Mapping[str, str] | None = None,
+    chat_template: str | None = None,
+) -> Tokenizer:
     """Read a Hugging Face `tokenizer.json`, whoever wrote it.
 
-    The first of the `stop_ids` is its end-of-text token; without them it is found by name (`END_OF_TEXT_NAMES`).
-    Truncation and padding that the file may ask for are dropped: they would lose text, or add what is not text.
+    The first of the `stop_ids` is its end-of-text token; without them it is the eos_token of the `special_tokens`, or
+    is found by name (`END_OF_TEXT_NAMES`). Truncation and padding that the file may ask for are dropped: they would
+    lose text, or add what is not text.
     """
     path = Path(path)
     if path.is_dir():
@@ -161,10 +203,16 @@ def load_tokenizer(path: str | Path, stop_ids: Sequence[int] = ()) -> Tokenizer:
         raise UserError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); expected a tokenizer.json file"
         ) from None
-    return read_tokenizer(text, str(path), stop_ids)
+    return read_tokenizer(text, str(path), stop_ids, special_tokens, chat_template)
 
 
-def read_tokenizer(text: str, where: str, stop_ids: Sequence[int] = ()) -> Tokenizer:
+def read_tokenizer(
+    text: str,
+    where: str,
+    stop_ids: Sequence[int] = (),
+    special_tokens: Mapping[str, str] | None = None,
+    chat_template: str | None = None,
+) -> Tokenizer:
     """Make a tokenizer from the content of a `tokenizer.json`; see `load_tokenizer`."""
     try:
         tree = json.loads(text)
@@ -173,41 +221,63 @@ def read_tokenizer(text: str, where: str, stop_ids: Sequence[int] = ()) -> Token
     if not isinstance(tree, dict) or "model" not in tree:
         raise UserError(f'{where} has no "model"; expected a Hugging Face tokenizer.json file')
     if tree == json.loads(_byte_json()):
-        return byte_tokenizer()
+        ours = byte_tokenizer()
+        return replace(ours, special_tokens=special_tokens or ours.special_tokens, chat_template=chat_template)
     import tokenizers
 
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # The package raises nothing narrower.
         raise UserError(f"{where} is not a tokenizer that the tokenizers package can read: {error}") from None
-    return _wrap(tokenizer, where, stop_ids)
+    return replace(_wrap(tokenizer, where, stop_ids, dict(special_tokens or {})), chat_template=chat_template)
 
 
-def _wrap(tokenizer: "tokenizers.Tokenizer", where: str, stop_ids: Sequence[int]) -> Tokenizer:
-    added = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items()}
+def _wrap(
+    tokenizer: "tokenizers.Tokenizer", where: str, stop_ids: Sequence[int], special_tokens: Mapping[str, str]
+) -> Tokenizer:
+    added = [token for _, token in sorted(tokenizer.get_added_tokens_decoder().items())]
+    ids = tokenizer.get_vocab(with_added_tokens=True)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
-    if not stop_ids:
-        stop_ids = [added[name] for name in END_OF_TEXT_NAMES if name in added][:1]
-    name = tokenizer.id_to_token(stop_ids[0]) if stop_ids else None
+    for what in ("bos_token", "eos_token"):
+        if what in special_tokens and special_tokens[what] not in ids:
+            raise UserError(f"{where}: the {what} is {special_tokens[what]!r}, which is not among its tokens")
+    # Some name a token for padding, say, that their vocabulary lacks; nothing here needs one.
+    special_tokens = {what: name for what, name in special_tokens.items() if name in ids}
+    name = _end_of_text(tokenizer, stop_ids, special_tokens, [token.content for token in added])
     if name is None:
         raise UserError(
             f"{where} has no end-of-text token; expected one of {', '.join(END_OF_TEXT_NAMES)} among its added_tokens,"
-            f" found {', '.join(sorted(added)[:10]) or 'none'}"
+            f" found {', '.join(sorted(token.content for token in added)[:10]) or 'none'}"
         )
+    special_tokens = {"eos_token": name} | special_tokens
+    control = {name: ids[name] for name in (*(t.content for t in added if t.special), *special_tokens.values())}
     prefix, suffix = _around(tokenizer)
+    text = tokenizer.to_str(pretty=True)
+    ends = tuple(stop_ids) or (ids[name],)
     return Tokenizer(
-        json=tokenizer.to_str(pretty=True),
-        vocab_size=1 + max(tokenizer.get_vocab(with_added_tokens=True).values()),
-        end_of_text=stop_ids[0],
+        json=text,
+        vocab_size=1 + max(ids.values()),
+        end_of_text=ids[name],
         end_of_text_name=name,
         prefix=prefix,
         suffix=suffix,
-        stop_ids=tuple(stop_ids),
-        encode_fn=functools.partial(_encode, tokenizer, name, stop_ids[0]),
+        stop_ids=ends,
+        control_tokens=control,
+        encode_fn=functools.partial(_encode, tokenizer, name, ids[name]),
+        encode_marked_fn=_marked_encoder(text, control, frozenset(ends)),
         decode_fn=tokenizer.decode,
+        special_tokens=special_tokens,
     )
+
+
+def _end_of_text(
+    tokenizer: "tokenizers.Tokenizer", stop_ids: Sequence[int], special_tokens: Mapping[str, str], added: Sequence[str]
+) -> str | None:
+    if stop_ids:
+        return tokenizer.id_to_token(stop_ids[0])
+    return special_tokens.get("eos_token") or next((name for name in END_OF_TEXT_NAMES if name in added), None)
 
 
 def _around(tokenizer: "tokenizers.Tokenizer") -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -237,6 +307,39 @@ def _encode(
             if end_of_text in encoded[row]:
                 raise UserError(f"the tokenizer encodes ordinary text to its end-of-text token {name}: {text[:80]!r}")
     return encoded
+
+
+def _marked_encoder(text: str, control: Mapping[str, int], ends: frozenset[int]) -> Callable[[str], list[int]]:
+    """Encode with a second tokenizer that knows each control token by its marked name; made when it is first needed."""
+
+    @functools.cache
+    def ready() -> tuple["tokenizers.Tokenizer", dict[int, int]]:
+        import tokenizers
+
+        tree = json.loads(text)
+        flags: dict[str, dict[str, bool]] = {}
+        for token in tree["added_tokens"]:
+            if token["content"] in control:
+                # Some files fail to mark theirs, which would then be found in ordinary text.
+                token["special"] = True
+                flags[token["content"]] = {flag: token[flag] for flag in ("lstrip", "rstrip", "single_word")}
+        second = tokenizers.Tokenizer.from_str(json.dumps(tree))
+        second.encode_special_tokens = True
+        marked = {name: CONTROL_MARK + name for name in control}
+        second.add_tokens(
+            [tokenizers.AddedToken(marked[name], normalized=False, **flags.get(name, {})) for name in control]
+        )
+        found = second.get_vocab(with_added_tokens=True)
+        return second, {found[marked[name]]: i for name, i in control.items()}
+
+    def encode(text: str) -> list[int]:
+        second, ids = ready()
+        found = second.encode(text, add_special_tokens=False).ids
+        if ends.intersection(found):
+            raise UserError(f"the tokenizer encodes ordinary text to a token that ends a text: {text[:80]!r}")
+        return [ids.get(i, i) for i in found]
+
+    return encode
 
 
 @functools.cache

@@ -1,14 +1,13 @@
 """A run's folder: what is in it, who may write it, and opening it for training or for use.
 
-config.json       the exact configuration        tokenizer.json   the tokenizer
-corpus.json       fingerprints of both texts     checkpoints/     see checkpoint.py
-metrics.jsonl     every step's figures           events/          the same for TensorBoard
-curves.png        drawn at the end
+config.json       the exact configuration        tokenizer.json   the tokenizer; beside it
+corpus.json       fingerprints of both texts                      what tokenizer_files.py lists
+metrics.jsonl     every step's figures           checkpoints/     see checkpoint.py
+curves.png        drawn at the end               events/          the figures for TensorBoard
 """
 
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from transformer_jax.settings import differences, from_json, to_json
 from transformer_jax.sharding import on_first_device
 from transformer_jax.text.corpus import MARK_OF_A_RUN, Split, fingerprint, read_corpus, split
 from transformer_jax.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
+from transformer_jax.text.tokenizer_files import NAMES, digest_of, files_of, read_tokenizer_files
 from transformer_jax.training.checkpoint import restore_params
 
 MAY_CHANGE = (
@@ -98,9 +98,7 @@ def open_run(folder: Path, requested: RunConfig, own_tokenizer: Callable[[], Tok
     recorded = _recorded_config(folder)
     corpus = read_corpus(requested.data.paths, requested.data.jsonl_field)
     documents = split(corpus.documents, requested.data.holdout)
-    tokenizer = (
-        load_tokenizer(folder / "tokenizer.json") if recorded else _make_tokenizer(requested, documents, own_tokenizer)
-    )
+    tokenizer = read_tokenizer_files(folder) if recorded else _make_tokenizer(requested, documents, own_tokenizer)
     run = Run(
         _with_vocabulary(requested, tokenizer), tokenizer, documents, corpus.skipped, fingerprint(corpus.documents)
     )
@@ -111,7 +109,8 @@ def open_run(folder: Path, requested: RunConfig, own_tokenizer: Callable[[], Tok
 
 def record_run(folder: Path, run: Run) -> None:
     """Write down what the run is. Called once everything about it is known to be right."""
-    write_atomically(folder / "tokenizer.json", run.tokenizer.json)
+    for name, content in files_of(run.tokenizer).items():
+        write_atomically(folder / name, content)
     write_atomically(folder / "corpus.json", json.dumps(_fingerprints(run)) + "\n")
     write_atomically(folder / "config.json", to_json(run.config))
 
@@ -143,7 +142,7 @@ def open_trained(folder: Path, dtype: DType | None = None) -> Trained:
     model = build(config.model)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     params, step = restore_params(folder / "checkpoints", on_first_device(shapes))
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    tokenizer = read_tokenizer_files(folder)
     _check_tokenizer(folder, tokenizer)
     return Trained(config, model, cast_matrices(params, config.model.dtype), tokenizer, step)
 
@@ -170,8 +169,10 @@ def _recorded_config(folder: Path) -> RunConfig | None:
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     # A run that was killed while it made its folder leaves these.
-    ours = {MARK_OF_A_RUN, "tokenizer.json", "tokenizer.json.tmp", "corpus.json", "corpus.json.tmp", "config.json.tmp"}
-    others = sorted({file.name for file in folder.iterdir()} - ours)
+    ours = {MARK_OF_A_RUN, "corpus.json", *NAMES}
+    others = sorted(
+        {file.name for file in folder.iterdir()} - ours - {f"{name}.tmp" for name in (*ours, "config.json")}
+    )
     if others:
         raise UserError(
             f"{folder} holds {others[0]!r} and no config.json, so it is not the folder of a run; choose another"
@@ -217,11 +218,7 @@ def _check_same(folder: Path, recorded: RunConfig, run: Run) -> None:
 
 
 def _fingerprints(run: Run) -> dict[str, str]:
-    return {"fingerprint": run.fingerprint, "tokenizer": _digest(run.tokenizer)}
-
-
-def _digest(tokenizer: Tokenizer) -> str:
-    return hashlib.sha256(tokenizer.json.encode()).hexdigest()
+    return {"fingerprint": run.fingerprint, "tokenizer": digest_of(run.tokenizer)}
 
 
 def _recorded_fingerprints(folder: Path) -> dict[str, str]:
@@ -235,10 +232,10 @@ def _recorded_fingerprints(folder: Path) -> dict[str, str]:
 
 def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Refuse another tokenizer than the run began with: its ids would mean other texts."""
-    if _recorded_fingerprints(folder)["tokenizer"] != _digest(tokenizer):
+    if _recorded_fingerprints(folder)["tokenizer"] != digest_of(tokenizer):
         raise UserError(
-            f"{folder / 'tokenizer.json'} has changed since the run began: it is not the tokenizer that the model was"
-            " trained with; restore it, or choose another --run"
+            f"{folder / NAMES[0]}, or a file beside it, has changed since the run began: it is not the tokenizer that"
+            " the model was trained with; restore it, or choose another --run"
         )
 
 

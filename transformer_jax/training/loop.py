@@ -150,7 +150,8 @@ def _evaluate(setup: Setup, state: TrainState, log: MetricsLog, console: Console
     settings = dataclasses.replace(config.decoding, max_tokens=config.training.sample_tokens)
     params = cast_matrices(state.params, config.model.dtype)
     prompt = config.training.sample_prompt
-    sample = prompt + "".join(stream_text(setup.model, params, setup.run.tokenizer, prompt, settings))
+    tokenizer = setup.run.tokenizer
+    sample = prompt + "".join(stream_text(setup.model, params, tokenizer, tokenizer.begin(prompt), settings))
     log.write(step, heldout_bits_per_byte=bits, sample=sample)
     console.print(
         f"step {step}: {bits:.3f} bits per byte on held-out text"

@@ -1,0 +1,107 @@
+"""Conversations to token ids, by the template that a chat model was trained with.
+
+    [{"role": "user", "content": "Hi"}]  ->  "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"  ->  ids
+
+A template is a program in Jinja that came with somebody's weights, so it runs in a sandbox. The control tokens that it
+writes become control tokens; what reads like one in a message stays ordinary text, so no message can end its own turn.
+
+This file knows nothing of models or of files.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from transformer_jax.errors import UserError
+from transformer_jax.text.tokenizer import CONTROL_MARK, Tokenizer
+
+Message = dict[str, str]
+"""A "role", such as system, user or assistant, and the "content"."""
+
+TEXT_MARK = "\ufdd1"
+"""Stands before what reads like a control token in a message while the template runs. No character has this code."""
+
+
+def encode_chat(tokenizer: Tokenizer, messages: Any, *, add_generation_prompt: bool = True) -> list[int]:
+    """Encode a conversation, a list of messages, up to where the model is to answer.
+
+    What the tokenizer puts before every text stands there once, whether or not the template writes it too. Raises
+    `UserError` for a tokenizer without a template, and for messages that are none or that the template refuses.
+    """
+    if tokenizer.chat_template is None:
+        raise UserError("the model has no chat template, so it does not know conversations; give it a prompt instead")
+    names = sorted(tokenizer.control_tokens, key=len, reverse=True)
+    control = re.compile(f"{TEXT_MARK}?({'|'.join(map(re.escape, names))})")
+    guarded = [
+        {field: control.sub(rf"{TEXT_MARK}\1", value) for field, value in message.items()}
+        for message in _check_messages(messages)
+    ]
+    text = render(tokenizer.chat_template, guarded, tokenizer.special_tokens, add_generation_prompt)
+    text = control.sub(lambda found: found[0] if found[0] != found[1] else CONTROL_MARK + found[1], text)
+    ids = tokenizer.encode_marked(text.replace(TEXT_MARK, ""))
+    begins = tuple(ids[: len(tokenizer.prefix)]) == tokenizer.prefix
+    return ids if begins else [*tokenizer.prefix, *ids]
+
+
+def _check_messages(messages: Any) -> list[Message]:
+    """Return a conversation as it was given. Raises `UserError` unless it is one."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise UserError(f"messages is {messages!r}; expected a list of objects with a role and a content")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            raise UserError(f"message {number} is {message!r}; expected an object with a role and a content")
+        for field, value in message.items():
+            if not isinstance(value, str):
+                raise UserError(f"message {number} has the {field} {value!r}; expected text")
+            if CONTROL_MARK in value or TEXT_MARK in value:
+                raise UserError(f"message {number} has U+FDD0 or U+FDD1 in its {field}, which no text may hold")
+    return list(messages)
+
+
+def render(
+    template: str, messages: Sequence[Message], special_tokens: Mapping[str, str], add_generation_prompt: bool
+) -> str:
+    """Run a template. Raises `UserError` with what it says, or with what is wrong with it."""
+    variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, **special_tokens}
+    try:
+        return _compile(template).render(variables)
+    except Exception as error:  # Whatever a program of somebody else's can raise.
+        raise UserError(f"the chat template cannot be used with these messages: {error}") from None
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> Any:
+    """Compile a template, with the tags, filters and functions that published ones find in transformers."""
+    from jinja2 import Environment, TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """The tag around what the assistant says, which changes nothing of the text."""
+
+        def __init__(self, environment: Environment) -> None:
+            super().__init__(environment)
+            self.tags = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def tojson(value: Any, **options: Any) -> str:
+        # Jinja's own escapes what has a meaning in HTML.
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)
