@@ -66,8 +66,8 @@ def test_the_tokenizer_of_another_model_keeps_its_template_and_what_ends_a_text(
     folder = tmp_path_factory.mktemp("run")
     bpe = train_bpe(["document 1 2 3 " * 9], 270)
     theirs = dataclasses.replace(bpe, chat_template="{{ messages }}\r\n", stop_ids=(bpe.end_of_text, 5))
-    record_run(folder, open_run(folder, config(corpus, tokenizer="model"), lambda: theirs))
-    assert open_run(folder, config(corpus, tokenizer="model")).tokenizer == theirs
+    record_run(folder, open_run(folder, config(corpus), lambda: theirs))
+    assert open_run(folder, config(corpus)).tokenizer == theirs
 
 
 def test_other_settings_are_refused_and_shown(corpus, tmp_path_factory):
