@@ -154,7 +154,7 @@ def test_experts_are_balanced_when_balance_weighs():
     start = init_state(model, OPTIMIZER, jax.random.key(0))
     for layer in range(2):
         router = start.params[f"layers_{layer}"]["mlp"]["router"]
-        router["weight"] = router["weight"].at[:, 0].add(0.5)
+        router["weight"] = router["weight"].at[:, 0].add(1.0)
     ends = []
     for weights in (RouterWeights(), RouterWeights(balance=1.0, z=0.1)):
         step = jax.jit(make_train_step(model, OPTIMIZER, weights))
