@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.pretrained.test_families import FIXTURES, NAMES, expected, load
-from tests.pretrained.test_real_weights import REAL, opened
+from tests.pretrained.test_real_weights import REAL, TOKENIZED, every_decoder, opened
 from transformer_jax.architecture import ModelConfig, RopeScaling
 from transformer_jax.config import DecodingConfig
 from transformer_jax.decoding.generate import generate
@@ -247,15 +247,39 @@ def test_a_model_of_ones_own_is_the_same_model_elsewhere(tokenizer, tmp_path):
 
 
 @needs_peers
-def test_smollm2_writes_the_same_text_elsewhere():
-    found, arrays = opened("smollm2"), np.load(REAL / "smollm2.npz")
-    texts = ["def fibonacci(n):\n", "Once upon a time"]
+@every_decoder
+def test_text_is_split_alike_elsewhere(name, tmp_path):
+    """The tokenizers of published models, which a small model carries to transformers and to llama.cpp."""
+    tokenizer = opened(name).tokenizer
+    small: dict[str, Any] = {
+        "vocab_size": tokenizer.vocab_size,
+        "num_layers": 1,
+        "d_model": 32,
+        "d_ff": 32,
+        "num_heads": 1,
+    }
+    c = ModelConfig(**small)
+    questions = []
+    for file in ("folder", "file.gguf"):
+        convert(tmp_path / file, c, build(c).init(jax.random.key(0)), tokenizer, "bfloat16")
+        questions.append({"path": str(tmp_path / file), "texts": list(TOKENIZED[name])})
+    for answer in ask(questions):
+        assert dict(zip(TOKENIZED[name], answer["text_ids"], strict=True)) == TOKENIZED[name]
+
+
+@needs_peers
+@pytest.mark.parametrize(("name", "numbers"), [("smollm2", (1, 2)), ("gemma3-270m", (1,))], ids=list(TOKENIZED))
+def test_real_weights_write_the_same_text_elsewhere(name, numbers):
+    """On prompts after which llama.cpp agrees with transformers about the published file too."""
+    found, arrays = opened(name), np.load(REAL / f"{name}.npz")
+    texts = [("", "def fibonacci(n):\n", "Once upon a time")[number] for number in numbers]
     stored: list[tuple[str, Stored]] = [("folder", "float32"), ("float32.gguf", "float32"), ("q8_0.gguf", "q8_0")]
+    # Gigabytes, which pytest's own folders would keep.
     with tempfile.TemporaryDirectory() as folder:
-        for name, dtype in stored:
-            convert(Path(folder) / name, found.config, found.params, found.tokenizer, dtype)
-        questions = [{"path": str(Path(folder) / name), "texts": texts, "greedy": 32} for name, _ in stored]
+        for file, dtype in stored:
+            convert(Path(folder) / file, found.config, found.params, found.tokenizer, dtype)
+        questions = [{"path": str(Path(folder) / file), "texts": texts, "greedy": 32} for file, _ in stored]
         answers = ask(questions)
     for answer in answers:
-        assert answer["text_ids"] == [arrays[f"ids{number}"].tolist() for number in (1, 2)]
-        assert answer["greedy"] == [arrays[f"greedy{number}"].tolist() for number in (1, 2)]
+        assert answer["text_ids"] == [arrays[f"ids{number}"].tolist() for number in numbers]
+        assert answer["greedy"] == [arrays[f"greedy{number}"].tolist() for number in numbers]
