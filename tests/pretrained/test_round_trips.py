@@ -30,7 +30,7 @@ from transformer_jax.pretrained.huggingface import config_of_folder, load_folder
 from transformer_jax.text.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 
 pytestmark = pytest.mark.slow
-PEERS = os.environ.get("TRANSFORMER_JAX_PEERS")
+PEERS = os.environ.get("TRANSFORMER_JAX_PEERS") or None
 needs_peers = pytest.mark.skipif(
     PEERS is None,
     reason="set TRANSFORMER_JAX_PEERS to a Python with torch, transformers and llama-cpp-python (CONTRIBUTING.md)",
