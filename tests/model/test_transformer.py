@@ -14,7 +14,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.block import Block, Context
 from transformer_jax.model.cost import cache_bytes, num_params
 from transformer_jax.model.masks import MaskSpec, may_attend
-from transformer_jax.model.transformer import build, cast_matrices
+from transformer_jax.model.transformer import build, cast_matrices, param_shapes
 from transformer_jax.presets import preset
 
 LLAMA = ModelConfig(
@@ -375,9 +375,10 @@ def test_closed_form_counts_every_parameter(name):
 
 
 @every_config
-def test_every_parameter_has_named_dimensions(c):
+def test_every_parameter_has_a_shape_and_named_dimensions(c):
     shapes = jax.eval_shape(build(c).init, jax.random.key(0))
     axes = build(c).logical_axes()
+    assert param_shapes(c) == shapes
     assert jax.tree.structure(shapes) == jax.tree.structure(axes)
     jax.tree.map(lambda shape, names: len(names) == len(shape.shape) or pytest.fail(str(names)), shapes, axes)
 

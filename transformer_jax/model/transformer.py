@@ -1,5 +1,6 @@
 """The Transformer: embeddings, the stack of blocks, logits; and `build(config) -> Model`, which all else takes."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -191,19 +192,40 @@ class Transformer(nn.Module):
         return self.unembed(hidden) if not self.config.pooler else self.unembed(self.pool(hidden))
 
 
+def _init_boxed(module: Transformer, key: PRNGKeyArray) -> Any:
+    """Make the parameters, each with the names of its dimensions."""
+    return module.init(key, jnp.zeros((1, 1), jnp.int32), method="everything")["params"]
+
+
+def _declared(c: ModelConfig) -> Any:
+    """The shape of each parameter, with the names of its dimensions.
+
+    Layers at the same place of the pattern are alike, so one of each is traced: of 30 layers, that takes a second.
+    """
+    pattern = min(c.L, len(c.layer_pattern))
+    traced = dict(
+        jax.eval_shape(
+            lambda key: _init_boxed(Transformer(dataclasses.replace(c, num_layers=pattern)), key), jax.random.key(0)
+        )
+    )
+    layers = [traced.pop(f"layers_{i}") for i in range(pattern)]
+    return traced | {f"layers_{i}": layers[i % pattern] for i in range(c.L)}
+
+
+def param_shapes(c: ModelConfig) -> Params:
+    """The shapes of what `init` makes, at once however many layers there are."""
+    return jax.eval_shape(nn.unbox, _declared(c))
+
+
 def build(config: ModelConfig) -> Model:
     """Turn a config into a model. Raises `UserError` when `vocab_size` is not known yet."""
     module = Transformer(config)
-    tokens = jnp.zeros((1, 1), jnp.int32)
-
-    def boxed(key: PRNGKeyArray) -> Any:
-        return module.init(key, tokens, method="everything")["params"]
 
     def apply(params: Params, *arguments: Any, **options: Any) -> Any:
         return module.apply({"params": params}, *arguments, **options)
 
     def init(key: PRNGKeyArray) -> Params:
-        return nn.unbox(boxed(key))
+        return nn.unbox(_init_boxed(module, key))
 
     def trunk(params: Params, tokens: AnyArray, positions: AnyArray, **options: Any) -> Output:
         return apply(params, tokens, positions, **options)
@@ -217,7 +239,7 @@ def build(config: ModelConfig) -> Model:
         return empty_cache(config.L, batch, config.K, length, config.H, config.dtype)
 
     def logical_axes() -> Any:
-        return nn.get_partition_spec(jax.eval_shape(boxed, jax.random.key(0)))
+        return nn.get_partition_spec(_declared(config))
 
     def pool(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return apply(params, hidden, method="pool")
