@@ -100,6 +100,14 @@ def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
+def on_mesh(mesh: Mesh, logical_axes: Any, shapes: Any) -> Any:
+    """The same shapes, each split over the devices as `param_shardings` says."""
+    shardings = param_shardings(mesh, logical_axes, shapes)
+    return jax.tree.map(
+        lambda shape, at: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=at), shapes, shardings
+    )
+
+
 def on_first_device(shapes: Any) -> Any:
     """The same shapes, each whole on the first device of this process."""
     here = SingleDeviceSharding(jax.local_devices()[0])

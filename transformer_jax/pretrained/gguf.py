@@ -16,8 +16,10 @@ from transformer_jax.pretrained.config_reader import WRONG_KINDS, Settings
 from transformer_jax.pretrained.families import canonical
 from transformer_jax.pretrained.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from transformer_jax.pretrained.gguf_tokenizer import read_gguf_tokenizer
-from transformer_jax.pretrained.huggingface import Pretrained, read_params
+from transformer_jax.pretrained.huggingface import Pretrained
 from transformer_jax.pretrained.names import Row
+from transformer_jax.pretrained.parameters import Report, match, no_report, read_params
+from transformer_jax.sharding import Mesh
 
 Tree = dict[str, Any]
 
@@ -133,18 +135,24 @@ MIXTRAL = Architecture("mixtral", gguf_names.MIXTRAL, _experts)
 """Llama with experts, under the same name."""
 
 
-def load_gguf(path: Path, dtype: DType | None = None) -> Pretrained:
-    """Read the model of a file. Matrices are kept in the precision that the model computes in, float32 by default.
+def load_gguf(
+    path: Path, dtype: DType | None = None, mesh: Mesh | None = None, report: Report = no_report
+) -> Pretrained:
+    """Read the model of a file, straight onto the mesh or the first device.
 
-    Raises `UserError` naming the file, and the tensor or the setting, that cannot be honoured.
+    Matrices are kept in the precision that the model computes in, float32 by default. Raises `UserError` naming the
+    file, and the tensor or the setting, that cannot be honoured.
     """
     file = open_gguf(path)
     architecture = _architecture(file, path)
     config = read_config(architecture, file, path)
     config = dataclasses.replace(config, dtype=dtype or "float32")
     tensors = {name: tensor for name, tensor in file.tensors.items() if name != ROPE_FACTORS}
-    params = read_params(architecture.rows, config, tensors, path)
-    return Pretrained(config, params, architecture.family, read_gguf_tokenizer(file.settings, path))
+    matched = match(architecture.rows, config, tensors, path)
+    # Before the parameters, which then reuse the memory that making it took.
+    tokenizer = read_gguf_tokenizer(file.settings, path)
+    file.settings.clear()
+    return Pretrained(config, read_params(matched, mesh, report), architecture.family, tokenizer)
 
 
 def config_of_gguf(path: Path) -> ModelConfig:

@@ -24,8 +24,9 @@ from transformer_jax.pretrained.gguf import (
 )
 from transformer_jax.pretrained.gguf_file import GGUFFile, GGUFTensor
 from transformer_jax.pretrained.gguf_tokenizer import describe_tokenizer
-from transformer_jax.pretrained.huggingface import by_path, tensors_of
+from transformer_jax.pretrained.huggingface import tensors_of
 from transformer_jax.pretrained.names import expand
+from transformer_jax.pretrained.parameters import by_path
 from transformer_jax.settings import differences
 from transformer_jax.text.tokenizer import Tokenizer
 

@@ -1,4 +1,4 @@
-"""The parts of a GGUF file, mapped into memory and checked before anything is allocated.
+"""The parts of a GGUF file, checked before anything is allocated.
 
 A file is a header, settings, descriptions of tensors, and the tensors' blocks. All of it is the word of whoever made
 the file, so every count, length and offset is checked: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -16,6 +16,7 @@ from jaxtyping import Float32
 
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained.extra import load_extra
+from transformer_jax.pretrained.stored import read_bytes
 
 MOST_DIMENSIONS = 4
 NUMBERS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -40,12 +41,18 @@ class GGUFTensor:
     size: int
     """Bytes."""
 
-    def read(self) -> Float32[np.ndarray, "..."]:
-        """Turn the blocks into numbers."""
+    def rows(self, first: int, count: int) -> Float32[np.ndarray, "count width"]:
+        """Turn the blocks of some rows into numbers; see `Stored`."""
         dequantize = load_extra("gguf.quants").dequantize
         row_bytes = self.size // math.prod(self.shape[:-1])
-        blocks = np.memmap(self.path, np.uint8, "r", self.begin, (*self.shape[:-1], row_bytes))
-        return dequantize(np.asarray(blocks), self.kind).astype(np.float32, copy=False).reshape(self.shape)
+        blocks = read_bytes(self.path, self.begin + first * row_bytes, count * row_bytes)
+        # As one row: the package goes through sixteen at a time, and blocks know nothing of rows.
+        numbers = dequantize(blocks[np.newaxis], self.kind)
+        return numbers.astype(np.float32, copy=False).reshape(count, self.shape[-1])
+
+    def read(self) -> Float32[np.ndarray, "..."]:
+        """Turn all the blocks into numbers."""
+        return self.rows(0, math.prod(self.shape[:-1])).reshape(self.shape)
 
 
 class GGUFFile(NamedTuple):
@@ -143,7 +150,7 @@ class _Reader:
     def array(self, name: str) -> list[Any]:
         kind = self.number("<I", name)
         if kind == STRING:
-            return [self.text(name) for _ in range(self.count(name, 8))]
+            return self.texts(self.count(name, 8), name)
         if kind not in NUMBERS:
             self.fail(f"has the setting {name!r}, a list of type {kind}, which is none")
         code = NUMBERS[kind][-1]
@@ -163,6 +170,24 @@ class _Reader:
             return content.decode("utf-8")
         except UnicodeDecodeError:
             self.fail(f"has {what} that is not UTF-8 text")
+
+    def texts(self, count: int, what: str) -> list[str]:
+        """So many texts: the hundreds of thousands of a vocabulary, so the loop does no more than it must."""
+        content, place, texts = self.content, self.place, []
+        length_at = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            begin = place + 8
+            end = begin + length_at(content, place)[0] if begin <= len(content) else begin
+            if end > len(content):
+                break
+            try:
+                texts.append(str(content[begin:end], "utf-8"))
+            except UnicodeDecodeError:
+                break
+            place = end
+        self.place = place
+        # The rest, which is there when something is wrong, is for the method that says what.
+        return texts + [self.text(what) for _ in range(count - len(texts))]
 
     def number(self, form: str, what: str) -> Any:
         return struct.unpack(form, self.bytes(struct.calcsize(form), what))[0]

@@ -2,9 +2,8 @@
 
 from transformer_jax.pretrained.layouts import (
     AS_IT_IS,
-    JOINED_GATE,
     JOINED_HEADS,
-    JOINED_HEADS_TRANSPOSED,
+    JOINED_TRANSPOSED,
     PAIRED,
     PLUS_ONE,
     STACKED_EXPERTS,
@@ -78,14 +77,14 @@ OLMO_2 = (*_ends(), *_post_norms(), *_attention(), *MLP)
 PHI_3 = (
     *_ends(),
     *_pre_norms(),
-    *joined(HEADS, "blk.{i}.attn_qkv", JOINED_HEADS_TRANSPOSED, JOINED_HEADS),
-    *joined(("layers_{i}/mlp/gate", "layers_{i}/mlp/up"), "blk.{i}.ffn_up", JOINED_GATE, JOINED_GATE),
+    *joined(HEADS, "blk.{i}.attn_qkv", JOINED_TRANSPOSED, JOINED_HEADS),
+    *joined(("layers_{i}/mlp/gate", "layers_{i}/mlp/up"), "blk.{i}.ffn_up", JOINED_TRANSPOSED, JOINED_TRANSPOSED),
 )
 
 JOINED = (
     *_ends(),
     *_pre_norms(),
-    *joined(HEADS, "blk.{i}.attn_qkv", JOINED_HEADS_TRANSPOSED, JOINED_HEADS),
+    *joined(HEADS, "blk.{i}.attn_qkv", JOINED_TRANSPOSED, JOINED_HEADS),
     *linear("layers_{i}/mlp/up", "blk.{i}.ffn_up"),
     as_it_is("position_embed", "position_embd.weight"),
 )

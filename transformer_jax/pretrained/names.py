@@ -11,9 +11,8 @@ from transformer_jax.pretrained.layouts import (
     AS_IT_IS,
     EXPERTS,
     JOINED_BY_HEAD,
-    JOINED_GATE,
     JOINED_HEADS,
-    JOINED_HEADS_TRANSPOSED,
+    JOINED_TRANSPOSED,
     TRANSPOSED,
     Layout,
     skipping_rows,
@@ -122,9 +121,12 @@ PHI_3 = (
     *LLAMA_ENDS,
     *LLAMA_DOWN,
     *PRE_NORMS,
-    *joined(HEADS, "model.layers.{i}.self_attn.qkv_proj", JOINED_HEADS_TRANSPOSED, JOINED_HEADS),
+    *joined(HEADS, "model.layers.{i}.self_attn.qkv_proj", JOINED_TRANSPOSED, JOINED_HEADS),
     *joined(
-        ("layers_{i}/mlp/gate", "layers_{i}/mlp/up"), "model.layers.{i}.mlp.gate_up_proj", JOINED_GATE, JOINED_GATE
+        ("layers_{i}/mlp/gate", "layers_{i}/mlp/up"),
+        "model.layers.{i}.mlp.gate_up_proj",
+        JOINED_TRANSPOSED,
+        JOINED_TRANSPOSED,
     ),
 )
 

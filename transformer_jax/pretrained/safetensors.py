@@ -1,4 +1,4 @@
-"""Tensors of a folder of safetensors files, mapped into memory and checked before anything is allocated.
+"""Tensors of a folder of safetensors files, checked before anything is allocated.
 
 A file is eight bytes with the length of a header, the header, and the numbers. Everything in the header is the word of
 whoever made the file, so each is checked: https://huggingface.co/docs/safetensors, section "Format".
@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from transformer_jax.errors import UserError
+from transformer_jax.pretrained.stored import read_bytes
 from transformer_jax.settings import parse_object
 
 LONGEST_HEADER = 100_000_000
@@ -43,12 +44,16 @@ class StoredTensor:
     begin: int
     """Its first byte in the file."""
 
-    def read(self) -> np.ndarray:
-        """Map the numbers into memory; the disk is read when they are used."""
-        return np.memmap(self.path, self.dtype, "r", self.begin, self.shape) if math.prod(self.shape) else self._empty()
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Read some rows; see `Stored`."""
+        width = math.prod(self.shape[-1:])
+        row_bytes = width * self.dtype.itemsize
+        content = read_bytes(self.path, self.begin + first * row_bytes, count * row_bytes)
+        return content.view(self.dtype).reshape(count, width)
 
-    def _empty(self) -> np.ndarray:
-        return np.zeros(self.shape, self.dtype)
+    def read(self) -> np.ndarray:
+        """Read all the numbers."""
+        return self.rows(0, math.prod(self.shape[:-1])).reshape(self.shape)
 
 
 def open_folder(folder: Path) -> dict[str, StoredTensor]:

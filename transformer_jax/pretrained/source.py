@@ -13,17 +13,22 @@ from transformer_jax.machine import cache_folder
 from transformer_jax.pretrained.extra import load_extra
 from transformer_jax.pretrained.gguf import config_of_gguf, load_gguf
 from transformer_jax.pretrained.huggingface import Pretrained, config_of_folder, load_folder
+from transformer_jax.pretrained.parameters import Report, no_report
+from transformer_jax.sharding import Mesh
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def load_published(name: str, dtype: DType | None = None) -> Pretrained:
+def load_published(
+    name: str, dtype: DType | None = None, mesh: Mesh | None = None, report: Report = no_report
+) -> Pretrained:
     """Load a model by the path of a folder or of a GGUF file, by a package's short name, or by its name on the hub.
 
     Raises `UserError` when it is none of them, or cannot be honoured exactly.
     """
     path = _find(name)
-    return load_folder(path, dtype) if path.is_dir() else load_gguf(path, dtype)
+    load = load_folder if path.is_dir() else load_gguf
+    return load(path, dtype, mesh, report)
 
 
 def config_of_published(name: str) -> ModelConfig:

@@ -15,14 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-
 from transformer_jax.architecture import DType
 from transformer_jax.config import RunConfig
 from transformer_jax.errors import UserError
-from transformer_jax.model.transformer import Model, Params, build, cast_matrices
+from transformer_jax.model.transformer import Model, Params, build, cast_matrices, param_shapes
 from transformer_jax.settings import differences, from_json, to_json
-from transformer_jax.sharding import on_first_device
+from transformer_jax.sharding import Mesh, on_first_device, on_mesh
 from transformer_jax.text.corpus import MARK_OF_A_RUN, Split, fingerprint, read_corpus, split
 from transformer_jax.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from transformer_jax.text.tokenizer_files import NAMES, digest_of, files_of, read_tokenizer_files
@@ -134,14 +132,18 @@ def recorded_config(folder: Path) -> RunConfig:
     return config
 
 
-def open_trained(folder: Path, dtype: DType | None = None) -> Trained:
-    """Load the newest whole checkpoint of a run for decoding. Raises `UserError` when there is none."""
+def open_trained(folder: Path, dtype: DType | None = None, mesh: Mesh | None = None) -> Trained:
+    """Load the newest whole checkpoint of a run, onto the mesh or else the first device.
+
+    Raises `UserError` when there is none.
+    """
     config = recorded_config(folder)
     if dtype is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=dtype))
     model = build(config.model)
-    shapes = jax.eval_shape(model.init, jax.random.key(0))
-    params, step = restore_params(folder / "checkpoints", on_first_device(shapes))
+    shapes = param_shapes(config.model)
+    places = on_first_device(shapes) if mesh is None else on_mesh(mesh, model.logical_axes(), shapes)
+    params, step = restore_params(folder / "checkpoints", places)
     tokenizer = read_tokenizer_files(folder)
     _check_tokenizer(folder, tokenizer)
     return Trained(config, model, cast_matrices(params, config.model.dtype), tokenizer, step)
