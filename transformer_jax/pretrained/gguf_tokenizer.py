@@ -186,16 +186,23 @@ def _sentence_pieces(settings: Mapping[str, Any], words: list[str], path: Path) 
     }
 
 
-def _merges(words: list[str], scores: list[float]) -> list[list[str]]:
+def _merges(words: list[str], scores: list[float]) -> list[tuple[str, str]]:
     """The merges that make each word of two others, the best word first, as a BPE by scores would choose them."""
     ids = {word: i for i, word in enumerate(words)}
-    ranked = sorted(range(len(words)), key=lambda i: (-scores[i], i))
-    merges: list[list[str]] = []
-    for i in ranked:
+    find = ids.get
+    merges: list[tuple[str, str]] = []
+    for i in sorted(range(len(words)), key=lambda i: (-scores[i], i)):
         word = words[i]
-        parts = [(word[:cut], word[cut:]) for cut in range(1, len(word))]
-        known = [(ids[left], ids[right]) for left, right in parts if left in ids and right in ids]
-        merges += [[words[left], words[right]] for left, right in sorted(known)]
+        known: list[tuple[int, int]] = []
+        # A vocabulary has over a million places to cut: the right part is looked for only where the left one is known.
+        for cut in range(1, len(word)):
+            left = find(word[:cut])
+            if left is not None:
+                right = find(word[cut:])
+                if right is not None:
+                    known.append((left, right))
+        known.sort()
+        merges += [(words[left], words[right]) for left, right in known]
     return merges
 
 
