@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -33,6 +33,9 @@ from transformer_jax.config import DecodingConfig, RunConfig
 from transformer_jax.errors import UserError
 from transformer_jax.presets import preset
 from transformer_jax.settings import to_json
+
+if TYPE_CHECKING:
+    from transformer_jax.training.open_model import Opened
 
 Flat = tyro.conf.arg(name="")
 """The options of a section without the section's name before them."""
@@ -78,16 +81,15 @@ class Generate:
     def __call__(self) -> int:
         from transformer_jax.decoding.text import stream_text
         from transformer_jax.text.chat import encode_chat
-        from transformer_jax.training.open_model import open_model
 
-        trained = open_model(self.model, self.dtype)
-        tokenizer = trained.tokenizer
+        opened = _open(self.model, self.dtype)
+        tokenizer = opened.tokenizer
         tokens = (
             encode_chat(tokenizer, [{"role": "user", "content": self.prompt}])
             if self.chat
             else tokenizer.begin(self.prompt)
         )
-        pieces = stream_text(trained.model, trained.params, tokenizer, tokens, self.decoding)
+        pieces = stream_text(opened.model, opened.params, tokenizer, tokens, self.decoding)
         # The first piece comes after the prompt has been checked.
         print(("" if self.chat else self.prompt) + next(pieces, ""), end="", flush=True)
         for piece in pieces:
@@ -115,9 +117,8 @@ class Batch:
 
     def __call__(self) -> int:
         from transformer_jax.decoding.batch import complete_file
-        from transformer_jax.training.open_model import open_model
 
-        trained = open_model(self.model, self.dtype)
+        trained = _open(self.model, self.dtype)
         summary = complete_file(
             trained.model,
             trained.params,
@@ -157,9 +158,8 @@ class Embed:
 
     def __call__(self) -> int:
         from transformer_jax.decoding.embedding import embed_file
-        from transformer_jax.training.open_model import open_model
 
-        found = open_model(self.model, self.dtype)
+        found = _open(self.model, self.dtype)
         count = embed_file(
             found.model,
             found.params,
@@ -186,9 +186,8 @@ class Convert:
 
     def __call__(self) -> int:
         from transformer_jax.pretrained.convert import convert
-        from transformer_jax.training.open_model import open_model
 
-        found = open_model(self.model, "float32")
+        found = _open(self.model, "float32")
         convert(self.to, found.config, found.params, found.tokenizer, self.dtype, prefer=found.family)
         print(f"{self.model} as {self.dtype}: {self.to}")
         return 0
@@ -263,6 +262,15 @@ class BenchDecode:
         rows = bench_decode(preset(self.preset).model, self.dtypes, self.batch_sizes, self.context, self.steps)
         _print_rows(f"Decoding, {self.preset}", rows, self.json)
         return 0
+
+
+def _open(model: str, dtype: DType | None) -> "Opened":
+    """Open a model, and show how far that is where it takes long."""
+    from transformer_jax.report import reading_progress
+    from transformer_jax.training.open_model import open_model
+
+    with reading_progress() as report:
+        return open_model(model, dtype, report=report)
 
 
 def _check_sizes(**sizes: int | None) -> None:

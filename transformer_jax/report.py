@@ -2,15 +2,21 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import rich.console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 SECONDS_BETWEEN_LINES = 10.0
 """Of progress, where there is no terminal to redraw a bar on."""
+
+SECONDS_WITHOUT_BAR = 1.0
+"""What is done sooner needs no bar."""
 
 
 class Console(rich.console.Console):
@@ -19,6 +25,40 @@ class Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def reading_progress(console: rich.console.Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Show how much of a model has been read, on stderr: a bar on a terminal, a line now and then elsewhere.
+
+    Yields what takes how many of how many numbers have been read. What is quick is not shown at all.
+    """
+    console = rich.console.Console(stderr=True) if console is None else console
+    columns = (TextColumn("reading {task.fields[millions]}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    # What is printed meanwhile must go where it is meant to.
+    bar = Progress(*columns, console=console, transient=True, redirect_stdout=False)
+    task = bar.add_task("reading", start=False, millions="")
+    started = printed = 0.0
+
+    def report(done: int, total: int) -> None:
+        nonlocal started, printed
+        now = time.monotonic()
+        if not started:
+            started = printed = now
+            bar.start_task(task)
+        bar.update(task, completed=done, total=total, millions=f"{total / 1e6:,.0f} M parameters")
+        if console.is_terminal and now - started > SECONDS_WITHOUT_BAR:
+            # Does nothing to one that is there.
+            bar.start()
+        elif not console.is_terminal and now - printed > SECONDS_BETWEEN_LINES:
+            printed = now
+            console.print(f"{done / 1e6:,.0f}/{total / 1e6:,.0f} M parameters read", highlight=False)
+
+    try:
+        yield report
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
