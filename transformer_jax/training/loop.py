@@ -20,14 +20,14 @@ from transformer_jax.errors import UserError
 from transformer_jax.machine import matmul_peak
 from transformer_jax.model.cost import train_flops
 from transformer_jax.model.transformer import cast_matrices
-from transformer_jax.report import make_table, plot_curves
-from transformer_jax.sharding import make_mesh, use_mesh
+from transformer_jax.report import make_table, plot_curves, reading_progress
+from transformer_jax.sharding import Mesh, make_mesh, use_mesh
 from transformer_jax.text.pipeline import eval_batches, make_batches
 from transformer_jax.training.checkpoint import Checkpoints
 from transformer_jax.training.evaluation import bits_per_byte
 from transformer_jax.training.folder import locked, open_run, record_run
 from transformer_jax.training.metrics import MetricsLog
-from transformer_jax.training.open_model import open_model
+from transformer_jax.training.open_model import Opened, open_model
 from transformer_jax.training.optimizer import learning_rate
 from transformer_jax.training.progress import TrainingProgress
 from transformer_jax.training.setup import Setup, describe, set_up
@@ -42,9 +42,9 @@ def train(requested: RunConfig, folder: Path, console: Console) -> Stopped | Non
     """
     with locked(folder), ExitStack() as stack:
         start_from = requested.training.start_from
-        source = None if start_from is None else cache(lambda: open_model(start_from, "float32"))
+        mesh = make_mesh(requested.mesh)
+        source = None if start_from is None else cache(lambda: _open_source(start_from, mesh))
         run = open_run(folder, requested, source and (lambda: source().tokenizer))
-        mesh = make_mesh(run.config.mesh)
         stack.enter_context(use_mesh(mesh))
         setup = set_up(run, mesh, source and (lambda: source().params))
         describe(setup, mesh, console)
@@ -66,6 +66,12 @@ def train(requested: RunConfig, folder: Path, console: Console) -> Stopped | Non
         if stopped is None:
             _conclude(setup, folder, log, console)
         return stopped
+
+
+def _open_source(name: str, mesh: Mesh) -> Opened:
+    """Open the model that a run starts from, its parameters where the run has them."""
+    with reading_progress() as report:
+        return open_model(name, "float32", mesh=mesh, report=report)
 
 
 def _place(step: int) -> dict[str, int]:

@@ -49,7 +49,7 @@ BYTES_PER_PARAMETER = 16
 
 
 def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None) -> Setup:
-    """Build everything that a run needs; `own_params` gives those of the model which it starts from.
+    """Build everything that a run needs; `own_params` gives those of the model which it starts from, on the mesh.
 
     Raises `UserError` for settings that do not fit each other, or the text.
     """
@@ -69,6 +69,7 @@ def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None)
     optimizer = make_optimizer(config.optimizer, config.training.steps)
     rows = batch_sharding(mesh, config.data.batch_size)
     init = _make_init(model, optimizer, config.training.seed, mesh)
+    shapes = jax.eval_shape(init)
     return Setup(
         config=config,
         run=run,
@@ -76,8 +77,8 @@ def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None)
         train=train,
         heldout=heldout,
         compressors=compressed_sizes(run.split.heldout),
-        shapes=jax.eval_shape(init),
-        init=init if own_params is None else _starting_from(own_params, init),
+        shapes=shapes,
+        init=init if own_params is None else _starting_from(own_params, init, shapes),
         train_step=compile_train_step(
             model, optimizer, config.model.dtype, RouterWeights(config.model.balance_loss, config.model.router_z_loss)
         ),
@@ -127,15 +128,24 @@ def _make_init(
     return jax.jit(init, out_shardings=shardings)
 
 
-def _starting_from(own_params: Callable[[], Params], init: Callable[[], TrainState]) -> Callable[[], TrainState]:
+def _starting_from(
+    own_params: Callable[[], Params], init: Callable[[], TrainState], shapes: Any
+) -> Callable[[], TrainState]:
     """Make the state before the first step with parameters that are there already."""
 
+    def rest() -> TrainState:
+        # What is not returned is not computed: no second set of parameters is made.
+        return init()._replace(params=None)
+
     def begin() -> TrainState:
-        state, params = init(), own_params()
-        theirs, ours = (jax.tree.map(lambda x: x.shape, tree) for tree in (params, state.params))
+        params = own_params()
+        theirs, ours = (jax.tree.map(lambda x: x.shape, tree) for tree in (params, shapes.params))
         if theirs != ours:
             raise UserError("ModelConfig differs in shape from the model that TrainingConfig.start_from names")
-        return state._replace(params=jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), params, state.params))
+        shardings = jax.tree.map(lambda x: x.sharding, shapes)
+        state = jax.jit(rest, out_shardings=shardings._replace(params=None))()
+        # They are there already, unless the caller has put them elsewhere.
+        return state._replace(params=jax.device_put(params, shardings.params))
 
     return begin
 
