@@ -86,6 +86,11 @@ def training_options(dtype: DType) -> dict[str, bool]:
     return {"xla_cpu_use_onednn": True} if dtype == "bfloat16" and x86 and jax.default_backend() == "cpu" else {}
 
 
+def num_cores() -> int:
+    """Cores that this process may use, where the system can tell, and not all that the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def memory_bytes() -> int:
     """Memory of all local devices together: their own where they have some, else the machine's."""
     own = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in jax.local_devices()]

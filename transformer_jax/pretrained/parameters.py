@@ -1,7 +1,6 @@
 """From the tensors of a published file to the parameter tree: all checked first, then each read to where it belongs."""
 
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import numpy as np
 
 from transformer_jax.architecture import ModelConfig
 from transformer_jax.errors import UserError
+from transformer_jax.machine import num_cores
 from transformer_jax.model.transformer import Params, build, param_shapes
 from transformer_jax.pretrained.layouts import Layout
 from transformer_jax.pretrained.names import Row, expand
@@ -76,7 +76,7 @@ def read_params(found: Matched, mesh: Mesh | None = None, report: Report = no_re
         done += count
         report(done, total)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(num_cores()) as pool:
         for row in found.rows:
             dtypes = [c.dtype if len(leaves[name].shape) >= 2 else "float32" for name in row.ours]
             host = [empty(leaves[name].shape, jnp.dtype(dtype)) for name, dtype in zip(row.ours, dtypes, strict=True)]

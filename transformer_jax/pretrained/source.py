@@ -101,11 +101,17 @@ PACKAGES: Mapping[str, Callable[[], Path]] = {"smollm2": _smollm2, "gemma3-270m"
 """Packages that carry the weights of a model, by the names that they have here."""
 
 
+WANTED = ["*.safetensors", "*.json", "*.jinja"]
+UNWANTED = ["*/*", "consolidated*"]
+"""The same weights once more, in other programs' formats."""
+
+
 def _fetch(name: str) -> Path:
     """Fetch a folder of the hub into its own cache, or take it from there."""
     snapshot_download = load_extra("huggingface_hub").snapshot_download
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except OSError as error:
-        # The errors of the hub are OSErrors too.
-        raise UserError(f"{name} cannot be fetched from Hugging Face's hub, and is not in its cache: {error}") from None
+        # The errors of the hub are OSErrors too, with messages of several lines.
+        why = " ".join(str(error).split())
+        raise UserError(f"{name} cannot be fetched from Hugging Face's hub, and is not in its cache: {why}") from None
