@@ -366,6 +366,17 @@ def test_bfloat16_follows_float32_and_cast_matrices_change_nothing():
     assert all(x.dtype == jnp.bfloat16 for x in build(c).init_cache(1, 4).k)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_a_bfloat16_model_are_not_rounded_to_bfloat16(tied):
+    """The last hidden states times the output matrix, both in bfloat16, summed by numpy in float64."""
+    c = dataclasses.replace(LLAMA, dtype="bfloat16", tie_embeddings=tied)
+    model, params = build(c), cast_matrices(params_of(dataclasses.replace(c, dtype="float32")), jnp.bfloat16)
+    hidden = model.trunk(params, jnp.asarray(random_tokens(1, 5)), jnp.arange(5)[None]).hidden
+    matrix = params["embed"].T if tied else params["output"]["weight"]
+    expected = np.asarray(hidden[0], np.float64) @ np.asarray(matrix, np.float64)
+    np.testing.assert_allclose(model.unembed(params, hidden)[0], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["small", "gpt2", "llama3_8b", "smollm2_135m"])
 def test_closed_form_counts_every_parameter(name):
     c = preset(name).model

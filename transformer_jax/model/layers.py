@@ -27,22 +27,27 @@ FEWEST_TRANSPOSED_ROWS = 256
 """Rows of activations from which on transposing a weight costs less than it gains."""
 
 
-@jax.custom_vjp
-def product(x: Float[Array, "*rows I"], w: Float[Array, "I O"]) -> Float[Array, "*rows O"]:
-    """The one matrix product of the model, y = x w in the dtype of x.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(
+    x: Float[Array, "*rows I"], w: Float[Array, "I O"], out: jax.typing.DTypeLike | None = None
+) -> Float[Array, "*rows O"]:
+    """The one matrix product of the model, y = x w in the dtype of x; sums are rounded to `out`, else to that dtype.
 
     Its gradient is written out, dx = dy w^T and dw = x^T dy, because XLA otherwise fuses elementwise work into the
     operands of both, which on CPU costs more than the products themselves.
     """
-    return x @ w.astype(x.dtype)
+    return jnp.matmul(x, w.astype(x.dtype), preferred_element_type=out)
 
 
-def _product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    return product(x, w), (x, w)
+def _product_forward(x: Array, w: Array, out: jax.typing.DTypeLike | None) -> tuple[Array, tuple[Array, Array]]:
+    return product(x, w, out), (x, w)
 
 
-def _product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+def _product_backward(
+    out: jax.typing.DTypeLike | None, residuals: tuple[Array, Array], dy: Array
+) -> tuple[Array, Array]:
     x, w = residuals
+    dy = dy.astype(x.dtype)
     # One barrier each: products that share x then share its transposition.
     x, dy = jax.lax.optimization_barrier(x), jax.lax.optimization_barrier(dy)
     dx = dy @ _transposed(w.astype(dy.dtype))
@@ -57,21 +62,23 @@ def _product_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array,
 product.defvjp(_product_forward, _product_backward)
 
 
-@jax.custom_vjp
-def product_with_table(x: Float[Array, "*rows D"], table: Float[Array, "V D"]) -> Float[Array, "*rows V"]:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product_with_table(
+    x: Float[Array, "*rows D"], table: Float[Array, "V D"], out: jax.typing.DTypeLike | None = None
+) -> Float[Array, "*rows V"]:
     """`product` with a transposed embedding table, y = x table^T, which decoding reads where it lies."""
     if x.size // x.shape[-1] < FEWEST_TRANSPOSED_ROWS:
-        return jnp.einsum("...D,VD->...V", x, table.astype(x.dtype))
-    return x @ _transposed(table.astype(x.dtype))
+        return jnp.einsum("...D,VD->...V", x, table.astype(x.dtype), preferred_element_type=out)
+    return jnp.matmul(x, _transposed(table.astype(x.dtype)), preferred_element_type=out)
 
 
-def _table_forward(x: Array, table: Array) -> tuple[Array, tuple[Array, Array]]:
-    return product_with_table(x, table), (x, table)
+def _table_forward(x: Array, table: Array, out: jax.typing.DTypeLike | None) -> tuple[Array, tuple[Array, Array]]:
+    return product_with_table(x, table, out), (x, table)
 
 
-def _table_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+def _table_backward(out: jax.typing.DTypeLike | None, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, table = residuals
-    dx, dw = _product_backward((x, table.T), dy)
+    dx, dw = _product_backward(out, (x, table.T), dy)
     return dx, dw.T
 
 

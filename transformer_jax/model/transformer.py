@@ -96,7 +96,7 @@ class Transformer(nn.Module):
         if c.pooler:
             self.pooler = Linear(c.D, ("embed", "embed_out"), use_bias=True)
         if not c.tie_embeddings:
-            self.output = Linear(c.table_rows, ("embed", "vocab"), use_bias=False)
+            self.output = Linear(c.table_rows, ("embed", "vocab"), use_bias=False, out=jnp.float32)
         if c.output_bias:
             self.bias = declare(self, "output_bias", nn.initializers.zeros, ("vocab",), (c.table_rows,))
 
@@ -175,8 +175,8 @@ class Transformer(nn.Module):
         c = self.config
         if c.output_transform:
             hidden = self.transform_norm(ACTIVATIONS[c.activation](self.transform(hidden)))
-        logits = product_with_table(hidden, self.table) if c.tie_embeddings else self.output(hidden)
-        logits = logits.astype(jnp.float32)
+        # The best of them lie so close to one another that rounding them to bfloat16 would make ties.
+        logits = product_with_table(hidden, self.table, jnp.float32) if c.tie_embeddings else self.output(hidden)
         if c.output_bias:
             logits = logits + self.bias
         if c.logit_softcap is not None:
