@@ -116,7 +116,7 @@ class TestAnswers:
         with pytest.raises(UserError, match="written by another model or with other settings"):
             run(source, target)
 
-    @pytest.mark.parametrize("batch_size", [1, pytest.param(2, marks=pytest.mark.slow), 3, 20])
+    @pytest.mark.parametrize("batch_size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 20)), 3])
     def test_the_batch_size_changes_no_answer(self, source: Path, target: Path, batch_size: int):
         run(source, target)
         other = target.with_name("other.jsonl")
@@ -417,6 +417,7 @@ class TestProcesses:
         path.write_text("".join(f'{{"prompt": "prompt {number}"}}\n' for number in range(count)))
         return path
 
+    @pytest.mark.slow
     def test_a_full_disk_is_said_and_a_second_run_goes_on(self, repository: Path, tmp_path: Path):
         source, target, whole = self.write_prompts(tmp_path / "p", 20), tmp_path / "out", tmp_path / "whole"
         # The kernel ends a file at this size as a full disk does: in the middle of a line.
