@@ -189,8 +189,10 @@ class ModelConfig:
         for name in ("dropout", "attention_dropout"):
             check(self, name, 0 <= getattr(self, name) < 1, "at least 0 and less than 1")
         check(self, "num_layers", self.num_layers <= 4096, "at most 4096")
-        for name in ("max_seq_len", "d_model", "d_ff", "num_heads", "head_dim", "vocab_size"):
+        for name in ("max_seq_len", "d_model", "d_ff", "num_heads", "head_dim", "vocab_size", "window"):
             check(self, name, (getattr(self, name) or 0) < 2**30, "less than 2**30")
+        for name in ("vocab_multiple", "num_token_types", "num_experts"):
+            check(self, name, getattr(self, name) <= 2**20, "at most 2**20")
         check(self, "vocab_size", self.vocab_size is None or self.vocab_size > 1, "at least 2, or null")
         check(self, "vocab_multiple", self.vocab_multiple > 0, "more than 0")
         check(self, "num_token_types", self.num_token_types >= 0, "at least 0")
@@ -246,6 +248,11 @@ class ModelConfig:
         if self.R % 2 or self.R == 0:
             what = "head_dim" if self.rope_fraction == 1 else "head_dim * rope_fraction"
             raise UserError(f"ModelConfig.{what} comes to {self.R}; rotary positions need an even number of entries")
+        kind = self.rope_scaling.kind
+        # Their formulas divide by R - 2 and by log theta.
+        if kind == "dynamic" and self.R == 2:
+            raise UserError("ModelConfig.rope_scaling is 'dynamic', which needs more than one rotated pair")
+        check(self, "rope_theta", kind != "yarn" or self.rope_theta > 1, "more than 1 with YaRN")
 
     def _check_experts(self) -> None:
         check(self, "num_experts", self.num_experts >= 0, "at least 0")

@@ -146,8 +146,8 @@ class Embed:
     """One text a line: {"text": ..., "id"}."""
     output: Path
     """One vector a line, in the same order: {"id", "embedding"}. Written whole, or not at all."""
-    pooling: Literal["mean", "first", "pooler"] = "mean"
-    """The mean of the hidden states, the first token's, or BERT's layer over that."""
+    pooling: Literal["mean", "first", "pooler"] | None = None
+    """The mean of the hidden states, the first token's, or BERT's layer over that. None: the model's own way."""
     dtype: DType | None = None
     """Precision to compute in. None: the model's own."""
     batch_size: int = 32
@@ -158,6 +158,7 @@ class Embed:
 
     def __call__(self) -> int:
         from transformer_jax.decoding.embedding import embed_file
+        from transformer_jax.training.open_model import pooling_of_model
 
         found = _open(self.model, self.dtype)
         count = embed_file(
@@ -166,7 +167,7 @@ class Embed:
             found.tokenizer,
             self.input,
             self.output,
-            pooling=self.pooling,
+            pooling=self.pooling or pooling_of_model(self.model),
             batch_size=self.batch_size,
         )
         print(f"{count} texts: {self.output}")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from transformer_jax.model.experts import product_by_blocks
+from transformer_jax.model.experts import pass_through_experts, product_by_blocks
 
 GROUPS = {
     "even": [4, 4, 4],
@@ -42,3 +42,14 @@ def test_blocks_follow_numbers_that_are_known_at_run_time_alone():
     for first in range(7):
         expected = np.concatenate([x[:first] @ w[0], x[first:] @ w[1]])
         np.testing.assert_allclose(multiply(x, w, np.array([first, 6 - first])), expected, atol=1e-5)
+
+
+def test_sums_are_float32_in_a_bfloat16_model():
+    """65,536 rows of one expert, whose gradient would stop growing halfway; and 256 + 1 + 1, which would stay 256."""
+    ones = jnp.ones((2**16, 1), jnp.bfloat16)
+    gradient = jax.grad(lambda w: product_by_blocks(ones, w, jnp.array([2**16])).astype(jnp.float32).sum())
+    assert gradient(jnp.ones((1, 1, 1), jnp.bfloat16)) == 2**16
+    one = jnp.ones((3, 1, 1), jnp.bfloat16)
+    up = jnp.array([256, 1, 1], jnp.bfloat16).reshape(3, 1, 1)
+    x, weights, ids = jnp.ones((1, 1), jnp.bfloat16), jnp.ones((1, 3)), jnp.array([[0, 1, 2]])
+    assert pass_through_experts(x, weights, ids, one, up, one, "relu") == 258

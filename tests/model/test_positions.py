@@ -111,3 +111,15 @@ def test_sinusoids_are_those_of_the_paper():
     expected = [np.sin(5), np.cos(5), np.sin(5 / 100), np.cos(5 / 100)]
     np.testing.assert_allclose(sinusoids(jnp.asarray([[5]]), 4)[0, 0], expected, atol=1e-6)
     assert sinusoids(jnp.asarray([[5]]), 3).shape == (1, 1, 3)
+
+
+def test_bfloat16_vectors_are_rotated_in_float32_and_rounded_once():
+    positions = jnp.arange(3000, 3064)[None]
+    x = jax.random.normal(jax.random.key(0), (1, 64, 2, 8)).astype("bfloat16")
+    first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    angles = np.asarray(positions, np.float64)[..., None, None] * 10_000.0 ** (-np.arange(0, 8, 2) / 8)
+    cos, sin = np.cos(angles), np.sin(angles)
+    exact = jnp.asarray(np.concatenate([first * cos - second * sin, second * cos + first * sin], -1), "bfloat16")
+    c = dataclasses.replace(EIGHT, d_model=8, num_heads=1, rope_theta=10_000.0, dtype="bfloat16")
+    found = rotate(x, rotation(c, positions, positions))
+    assert np.mean(np.asarray(found == exact)) > 0.99

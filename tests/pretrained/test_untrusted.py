@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -170,6 +171,22 @@ def test_tensors_that_are_not_those_of_the_config_are_refused(tmp_path, tensors,
 def test_what_older_files_hold_besides_is_left_aside(tmp_path):
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(2, np.float32)}
     load_folder(changed(tmp_path, lambda t: t.update(frequencies)))
+
+
+def test_a_bert_of_the_first_hour_is_read(tmp_path):
+    """Its norms call their parameters gamma and beta, and it also guesses whether sentences follow one another."""
+    from safetensors.numpy import save_file
+
+    bert = LLAMA.parent / "bert"
+    shutil.copytree(bert, tmp_path / "old")
+    arrays = {name: np.array(tensor.read()) for name, tensor in open_folder(bert).items()}
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): array
+        for name, array in arrays.items()
+    }
+    assert set(old) != set(arrays)
+    save_file(old | {"cls.seq_relationship.bias": np.zeros(2, np.float32)}, tmp_path / "old" / "model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, load_folder(tmp_path / "old").params, load_folder(bert).params)
 
 
 def test_a_tied_head_that_is_in_the_file_is_the_table_or_a_warning(tmp_path):

@@ -94,11 +94,11 @@ def embed_file(
 
     Raises `UserError` naming the line of a text that cannot be embedded.
     """
-    if target.exists() and target.samefile(source):
-        raise UserError(f"{target} is both the input and the output; choose another output")
     names: list[str | int] = []
     texts: list[list[int]] = []
     with open_source(source) as lines:
+        if target.exists() and target.samefile(source):
+            raise UserError(f"{target} is both the input and the output; choose another output")
         for line in read_lines(lines, ""):
             try:
                 tree = parse_object(line.text)

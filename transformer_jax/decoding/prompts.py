@@ -65,14 +65,14 @@ class Failure:
 
 @contextmanager
 def open_source(path: Path) -> Iterator[BinaryIO]:
-    """Open a file of prompts. Raises `UserError` when it cannot be read, or not twice."""
+    """Open a JSONL file. Raises `UserError` when it cannot be read, or not twice."""
     try:
         source = path.open("rb")
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; expected a JSONL file of prompts") from None
+        raise UserError(f"cannot read {path}: {error.strerror}; expected a JSONL file") from None
     with source:
         if not stat.S_ISREG(os.fstat(source.fileno()).st_mode):
-            raise UserError(f"{path} is not a regular file; prompts are read more than once: save them to a file")
+            raise UserError(f"{path} is not a regular file; it is read more than once: save it to a file")
         yield source
 
 

@@ -1,7 +1,8 @@
 """Where a token stands: rotary angles for queries and keys, sinusoids for embeddings.
 
 Learned positions are an embedding table and live with the embeddings. Angles are exact to float32 whatever the compute
-dtype and however far the position: in bfloat16, position 257 would be position 256.
+dtype and however far the position: in bfloat16, position 257 would be position 256. The scaling "dynamic" alone has
+frequencies of float32, which put angles at positions in the thousands off by some ten-thousandths.
 """
 
 import math

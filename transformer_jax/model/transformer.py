@@ -45,7 +45,8 @@ class Model(NamedTuple):
     cache=None, dropout_key=None, in_order=False) -> (hidden[B T D], cache, routing). A token sees the whole of the
     first `prefix_lengths`[B T] tokens of its sequence. With `in_order` the caller promises that the tokens of a segment
     lie in the order of their positions: the mask of a decoder is then triangular, and what lies beyond its diagonal is
-    not computed."""
+    not computed. The caller sees to it that ids, positions and types are ones that the model has, because an index past
+    a table's end is clamped by JAX; training, `generate` and `embed` do."""
     unembed: Callable[..., Array]
     """unembed(params, hidden[... D]) -> logits[... V], float32."""
     init_cache: Callable[[int, int], KVCache]

@@ -86,6 +86,48 @@ WITHOUT_EFFECT = frozenset(
 """Settings that change nothing about what a model computes when it is not being trained."""
 
 
+WITHOUT_EFFECT_WHEN_FALSE = frozenset(
+    {
+        "attention.scale",
+        "attention.sliding_window",
+        "attention_bias",
+        "begin_suppress_tokens",
+        "chunk_size_feed_forward",
+        "clean_up_tokenization_spaces",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "embedding_dropout",
+        "encoder_no_repeat_ngram_size",
+        "expert_count",
+        "expert_shared_count",
+        "expert_used_count",
+        "is_encoder_decoder",
+        "leading_dense_block_count",
+        "min_length",
+        "mlp_bias",
+        "mlp_only_layers",
+        "no_repeat_ngram_size",
+        "output_scores",
+        "pooling_type",
+        "pruned_heads",
+        "qkv_bias",
+        "quantization_config",
+        "remove_invalid_values",
+        "return_dict_in_generate",
+        "rope.scaling.finetuned",
+        "sliding_window",
+        "suppress_tokens",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "use_bfloat16",
+        "use_bidirectional_attention",
+        "use_sliding_window",
+    }
+)
+"""Settings that ask for something when they are true, or more than 0; of any other, false may ask for something too."""
+
+
 class Settings:
     """The settings of a config.json; each is taken once, and what is left in the end is refused."""
 
@@ -142,9 +184,10 @@ class Settings:
         return self._tree.get(name) is not None
 
     def finish(self) -> None:
-        """Refuse what nobody took, unless it is known to be without effect, or says nothing."""
+        """Refuse what nobody took, unless it is known to be without effect, or is null."""
         for name, value in self._tree.items():
-            if name not in self._taken | WITHOUT_EFFECT and value not in (None, False, [], {}, ""):
+            harmless = WITHOUT_EFFECT if value else WITHOUT_EFFECT | WITHOUT_EFFECT_WHEN_FALSE
+            if value is not None and name not in self._taken | harmless:
                 raise UserError(
                     f"{self._where}: {name} is {value!r}, a setting that this version does not know; remove it from the"
                     " file if it changes nothing about what the model computes"

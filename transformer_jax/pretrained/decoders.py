@@ -6,7 +6,6 @@ from typing import Any
 from transformer_jax.architecture import LayerKind, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained.config_reader import (
-    ACTIVATIONS,
     THEIR_ACTIVATIONS,
     Settings,
     read_activation,
@@ -24,6 +23,7 @@ THEIR_KINDS = {ours: theirs for theirs, ours in KINDS.items()}
 
 def _read_sizes(settings: Settings, *, tied: bool, eps: float) -> Tree:
     """What every family since Llama calls by the same names."""
+    settings.expect("is_causal", True)
     fields = read_sizes(settings)
     return fields | {
         "num_kv_heads": settings.take("num_key_value_heads", fields["num_heads"]),
@@ -87,6 +87,8 @@ def read_llama(settings: Settings) -> Tree:
 
 
 def write_llama(c: ModelConfig) -> Tree:
+    if c.D % c.N:
+        raise UserError("its config.json wants a hidden size that is a multiple of the heads")
     return _write_sizes(c) | write_rope(c) | {"attention_bias": c.attention_bias == "all", "mlp_bias": c.mlp_bias}
 
 
@@ -181,16 +183,22 @@ def write_qwen3_moe(c: ModelConfig) -> Tree:
     }
 
 
-def read_gemma(settings: Settings, *, theta: float = 10_000.0) -> Tree:
+def read_gemma(
+    settings: Settings, *, theta: float = 10_000.0, names: tuple[str, str] = ("hidden_act", "hidden_activation")
+) -> Tree:
+    """`names` are those of the activation: the one that the family goes by, and the one that it does not look at."""
     fields = _read_sizes(settings, tied=True, eps=1e-6) | read_rope(settings, theta=theta)
     settings.expect("use_bidirectional_attention", False)
-    old = settings.take("hidden_act", "gelu_pytorch_tanh")
-    # Gemma was published with "gelu", which meant the tanh form, beside a hidden_activation that overrides it.
-    activation = settings.take("hidden_activation", "gelu_pytorch_tanh" if old == "gelu" else old)
-    if activation not in ACTIVATIONS:
-        raise settings.refuse("hidden_activation", "one of " + ", ".join(ACTIVATIONS))
+    # The first Gemma was published with "gelu" as its hidden_act, which means the tanh form there.
+    used, other = (
+        "gelu_tanh" if name == "hidden_act" and found == "gelu" else found
+        for name in names
+        for found in (read_activation(settings, name, "gelu_pytorch_tanh"),)
+    )
+    if names[1] in settings and other != used:
+        raise settings.refuse(names[1], f"what {names[0]} is, which alone counts in this family")
     return fields | {
-        "activation": ACTIVATIONS[activation],
+        "activation": used,
         "attention_bias": "all" if settings.take("attention_bias", False) else "none",
         "norm": "rmsnorm_plus_one",
         "scale_embeddings": True,
@@ -198,13 +206,15 @@ def read_gemma(settings: Settings, *, theta: float = 10_000.0) -> Tree:
 
 
 def write_gemma(c: ModelConfig) -> Tree:
+    if c.D % c.N:
+        raise UserError("its config.json wants a hidden size that is a multiple of the heads")
     return _write_sizes(c) | write_rope(c) | {"attention_bias": c.attention_bias == "all"}
 
 
 def read_gemma2(
     settings: Settings, *, theta: float = 10_000.0, softcaps: tuple[float | None, float | None] = (50.0, 30.0)
 ) -> Tree:
-    fields = read_gemma(settings, theta=theta)
+    fields = read_gemma(settings, theta=theta, names=("hidden_activation", "hidden_act"))
     return (
         fields
         | _read_layers(settings, fields, old=lambda layer: layer % 2 == 0)
@@ -224,6 +234,8 @@ def write_gemma2(c: ModelConfig) -> Tree:
     if abs(scalar - round(scalar)) > 1e-6 * scalar:
         raise UserError("Gemma's query scale is one over the root of a whole number")
     return tree | {
+        # The model asks for a width even where no layer has one.
+        "sliding_window": c.window or 4096,
         "hidden_activation": activation,
         "query_pre_attn_scalar": round(scalar),
         "attn_logit_softcapping": c.attention_softcap,
@@ -232,7 +244,10 @@ def write_gemma2(c: ModelConfig) -> Tree:
 
 
 def read_gemma3(settings: Settings) -> Tree:
-    every = settings.take("sliding_window_pattern", settings.take("_sliding_window_pattern", 6))
+    every = settings.take("sliding_window_pattern", 6)
+    if "layer_types" not in settings:
+        settings.expect("_sliding_window_pattern", every)
+    _check_rope_of_gemma3(settings)
     # The model has no soft cap inside attention, although its config may name one.
     settings.expect("attn_logit_softcapping")
     fields = read_gemma2(settings, theta=1e6, softcaps=(None, None))
@@ -242,15 +257,42 @@ def read_gemma3(settings: Settings) -> Tree:
     return fields | {"qk_norm": "head", "local_rope_theta": local if fields["window"] is not None else None}
 
 
+def write_gemma3(c: ModelConfig) -> Tree:
+    tree = write_gemma2(c)
+    rope = tree["rope_parameters"]
+    if "full_attention" not in rope:
+        local = {"rope_type": "default", "rope_theta": 10_000.0}
+        tree["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    return tree
+
+
+def _check_rope_of_gemma3(settings: Settings) -> None:
+    """Refuse rotary settings that stand where transformers does not look for them in this family."""
+    flat, old = (settings.section(name) for name in ("rope_parameters", "rope_scaling"))
+    if flat is not None and "full_attention" not in flat:
+        raise settings.refuse("rope_parameters", "full_attention and sliding_attention, each with its own")
+    if flat is None and old is not None and "rope_type" not in old:
+        raise settings.refuse("rope_scaling", "a rope_type")
+
+
 def read_phi3(settings: Settings) -> Tree:
     # The context before scaling; it counts for "longrope" alone, which is refused with the rope's settings.
     settings.take("original_max_position_embeddings", None)
-    return read_mistral(settings, eps=1e-5, fraction=1.0, window=None)
+    fields = read_mistral(settings, eps=1e-5, fraction=1.0, window=None)
+    if fields["rope_scaling"].kind != "none":
+        raise settings.refuse(
+            "rope_parameters" if "rope_parameters" in settings else "rope_scaling", "a rope_type of 'default'"
+        )
+    return fields
 
 
 def read_neox(settings: Settings) -> Tree:
     settings.expect("num_key_value_heads", settings.take("num_attention_heads"))
-    fields = _read_sizes(settings, tied=False, eps=1e-5) | read_rope(settings, fraction=0.25)
+    # What the other families call them does not count in this one.
+    theta, fraction = settings.take("rotary_emb_base", 10_000.0), settings.take("rotary_pct", 0.25)
+    settings.expect("rope_theta", theta)
+    settings.expect("partial_rotary_factor", fraction)
+    fields = _read_sizes(settings, tied=False, eps=1e-5) | read_rope(settings, theta=theta, fraction=fraction)
     return fields | {
         "num_kv_heads": fields["num_heads"],
         "norm": "layernorm",
@@ -286,6 +328,7 @@ def read_olmo2(settings: Settings) -> Tree:
 
 
 def read_gpt2(settings: Settings) -> Tree:
+    settings.expect("is_causal", True)
     settings.expect("scale_attn_weights", True)
     settings.expect("scale_attn_by_inverse_layer_idx", False)
     width = settings.take("n_embd", 768)

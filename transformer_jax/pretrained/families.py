@@ -39,7 +39,7 @@ FAMILIES = (
     Family("qwen3_moe", "Qwen3MoeForCausalLM", names.QWEN_EXPERTS, decoders.read_qwen3_moe, decoders.write_qwen3_moe),
     Family("gemma", "GemmaForCausalLM", names.LLAMA, decoders.read_gemma, decoders.write_gemma),
     Family("gemma2", "Gemma2ForCausalLM", names.GEMMA_2, decoders.read_gemma2, decoders.write_gemma2),
-    Family("gemma3_text", "Gemma3ForCausalLM", names.GEMMA_2, decoders.read_gemma3, decoders.write_gemma2),
+    Family("gemma3_text", "Gemma3ForCausalLM", names.GEMMA_2, decoders.read_gemma3, decoders.write_gemma3),
     Family("phi3", "Phi3ForCausalLM", names.PHI_3, decoders.read_phi3, decoders.write_mistral),
     Family("gpt_neox", "GPTNeoXForCausalLM", names.GPT_NEOX, decoders.read_neox, decoders.write_neox),
     Family("olmo2", "Olmo2ForCausalLM", names.GEMMA_2, decoders.read_olmo2, decoders.write_llama),

@@ -193,6 +193,7 @@ def _read_sizes(settings: Settings, file: GGUFFile, path: Path) -> Tree:
     width = settings.take("embedding_length")
     head = settings.take("attention.key_length", width // heads if isinstance(heads, int) and heads else None)
     settings.expect("attention.value_length", head)
+    settings.expect("attention.causal", True)
     eps = settings.take("attention.layer_norm_rms_epsilon", settings.take("attention.layer_norm_epsilon", 1e-5))
     return {
         "vocab_size": table.shape[0],
@@ -219,7 +220,7 @@ def _biases(tensors: Mapping[str, GGUFTensor]) -> str:
 
 
 def _read_scaling(settings: Settings) -> RopeScaling:
-    kind = settings.take("rope.scaling.type", "none")
+    kind = settings.take("rope.scaling.type", "linear")
     factor = settings.take("rope.scaling.factor", 1.0)
     original = settings.take("rope.scaling.original_context_length", None)
     if kind == "none" or factor == 1:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from transformer_jax.settings import parse_object
 from transformer_jax.sharding import Mesh
 from transformer_jax.text.tokenizer import Tokenizer
 from transformer_jax.text.tokenizer_files import control_ids, files_of, read_tokenizer_files
+
+OLD_NORM = re.compile(r"LayerNorm\.(gamma|beta)$")
 
 SHARD_BYTES = 4 * 2**30
 """Size from which on a folder gets several files."""
@@ -58,6 +61,11 @@ def load_folder(
     return Pretrained(config, read_params(matched, mesh, report), family.model_type, tokenizer)
 
 
+def _renamed(name: str) -> str:
+    """The name that a tensor has today: the first BERTs call a norm's scale and bias gamma and beta."""
+    return OLD_NORM.sub(lambda found: f"LayerNorm.{'weight' if found[1] == 'gamma' else 'bias'}", name)
+
+
 def config_of_folder(folder: Path) -> ModelConfig:
     """Read the shape of a folder's model, without its parameters."""
     return _describe(folder)[3]
@@ -66,7 +74,7 @@ def config_of_folder(folder: Path) -> ModelConfig:
 def _describe(folder: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], Family, ModelConfig]:
     path = folder / "config.json"
     tree = read_json(path)
-    tensors = open_folder(folder)
+    tensors = {_renamed(name): tensor for name, tensor in open_folder(folder).items()}
     family = family_of(tree, str(path), tensors)
     return tree, tensors, family, read_config(family, tree, str(path), tensors)
 

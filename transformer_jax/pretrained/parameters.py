@@ -22,8 +22,10 @@ from transformer_jax.pretrained.names import Row, expand
 from transformer_jax.pretrained.stored import Stored, alike, empty, fill
 from transformer_jax.sharding import Mesh, on_first_device, on_mesh
 
-DERIVED = re.compile(r"rotary_emb\.inv_freq$|embeddings\.position_ids$|\.(attn|attention)\.(masked_)?bias$")
-"""Tensors of older files that follow from the config."""
+DERIVED = re.compile(
+    r"rotary_emb\.inv_freq$|embeddings\.position_ids$|\.(attn|attention)\.(masked_)?bias$|^cls\.seq_relationship\."
+)
+"""Tensors of older files that follow from the config, and BERT's guess whether two sentences follow one another."""
 
 TIED = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight", "lm_head.decoder.weight")
 """Output layers, which a file may hold although they are the embedding table."""

@@ -29,8 +29,8 @@ def read_rope(settings: Settings, *, theta: float = 10_000.0, fraction: float | 
     without it the family rotates all.
     """
     longest = settings.take("max_position_embeddings")
-    theta = settings.take("rope_theta", settings.take("rotary_emb_base", theta))
-    part = 1.0 if fraction is None else settings.take("partial_rotary_factor", settings.take("rotary_pct", fraction))
+    theta = settings.take("rope_theta", theta)
+    part = 1.0 if fraction is None else settings.take("partial_rotary_factor", fraction)
     local_theta = settings.take("rope_local_base_freq", None)
     settings.expect("rope_interleaved", False)
     rope = settings.section("rope_parameters")
@@ -40,8 +40,11 @@ def read_rope(settings: Settings, *, theta: float = 10_000.0, fraction: float | 
         rope.finish()
         if local is not None:
             local.expect("rope_type", "default")
-            local_theta = local.take("rope_theta", theta)
+            local_theta = local.take("rope_theta", local_theta)
             local.finish()
+        if rope_global is not None:
+            # transformers looks for it outside, where it would count for both kinds of layers.
+            rope_global.expect("truncate", True)
         rope = rope_global
     scaling, reach = RopeScaling(), longest
     if rope is not None:
