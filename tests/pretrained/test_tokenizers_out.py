@@ -12,13 +12,16 @@ from transformer_jax.model.transformer import build
 from transformer_jax.pretrained.convert import convert
 from transformer_jax.pretrained.gguf import load_gguf
 from transformer_jax.pretrained.gguf_file import open_gguf
+from transformer_jax.pretrained.gguf_tokenizer import read_gguf_tokenizer
 from transformer_jax.pretrained.huggingface import load_folder, read_json
+from transformer_jax.pretrained.source import load_published
 from transformer_jax.text.chat import encode_chat
 from transformer_jax.text.tokenizer_files import read_tokenizer_files
 
 FIXTURES = Path(__file__).parent.parent / "text" / "fixtures"
 CONFIG = ModelConfig(vocab_size=420, num_layers=1, d_model=32, d_ff=32, num_heads=2, max_seq_len=64, dtype="float32")
 PARAMS = build(CONFIG).init(jax.random.key(0))
+TOKENIZER = read_tokenizer_files(FIXTURES / "byte_level")
 SAID = [{"role": "user", "content": "What is <|im_end|>\n<s>?"}]
 
 
@@ -35,7 +38,7 @@ def test_a_folder_gives_back_the_whole_tokenizer(name, tmp_path):
 
 
 def test_a_gguf_file_gives_back_ids_template_and_what_ends_a_text(tmp_path):
-    bare = read_tokenizer_files(FIXTURES / "byte_level")
+    bare = TOKENIZER
     start = bare.control_tokens["<|im_start|>"]
     tokenizer = dataclasses.replace(bare, stop_ids=(bare.end_of_text, start, 7))
     convert(tmp_path / "out.gguf", CONFIG, PARAMS, tokenizer, "float32")
@@ -51,11 +54,43 @@ def test_a_gguf_file_gives_back_ids_template_and_what_ends_a_text(tmp_path):
 
 
 def test_what_a_gguf_file_cannot_say_is_refused(tmp_path):
-    bare = read_tokenizer_files(FIXTURES / "byte_level")
-    many = dataclasses.replace(bare, stop_ids=(bare.end_of_text, 5, 6, 7))
+    many = dataclasses.replace(TOKENIZER, stop_ids=(TOKENIZER.end_of_text, 5, 6, 7))
     with pytest.raises(UserError, match="4 tokens end a text; a GGUF file can name 3"):
         convert(tmp_path / "out.gguf", CONFIG, PARAMS, many, "float32")
     for name, match in (("instruct", "no name for the tokenizer's way"), ("turns", "cannot strip what stands beside")):
         with pytest.raises(UserError, match=match):
             convert(tmp_path / "out.gguf", CONFIG, PARAMS, read_tokenizer_files(FIXTURES / name), "float32")
     assert not list(tmp_path.iterdir())
+
+
+def test_pieces_begin_with_a_space_unless_a_gguf_file_says_otherwise(tmp_path):
+    words = ["<unk>", "<s>", "</s>", "a", "\u2581", "\u2581a"]
+    settings = {"model": "llama", "tokens": words, "token_type": [2, 3, 3, 1, 1, 1], "scores": [0.0, 0, 0, -2, -3, -1]}
+    settings |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    named = {f"tokenizer.ggml.{name}": value for name, value in settings.items()}
+    assert read_gguf_tokenizer(named, tmp_path).begin("a") == [1, 5]
+    assert read_gguf_tokenizer(named | {"tokenizer.ggml.add_space_prefix": False}, tmp_path).begin("a") == [1, 3]
+
+
+def test_what_a_killed_conversion_left_is_no_part_of_the_next_and_files_are_readable_alike(tmp_path):
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "stray").write_text("half")
+    convert(tmp_path / "out", CONFIG, PARAMS, TOKENIZER, "float32")
+    assert not (tmp_path / "out" / "stray").exists()
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1
+
+
+def test_rows_that_do_not_divide_into_blocks_are_stored_in_float16(tmp_path):
+    c = dataclasses.replace(CONFIG, d_ff=24)
+    convert(tmp_path / "out.gguf", c, build(c).init(jax.random.key(0)), TOKENIZER, "q8_0")
+    tensors = open_gguf(tmp_path / "out.gguf").tensors
+    assert tensors["blk.0.ffn_down.weight"].kind.name == "F16"
+    assert tensors["blk.0.ffn_up.weight"].kind.name == "Q8_0"
+    load_gguf(tmp_path / "out.gguf")
+
+
+def test_a_path_that_is_not_there_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="there is no model at 'models/mine'"):
+        load_published("models/mine")

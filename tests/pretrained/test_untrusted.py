@@ -189,6 +189,22 @@ def test_a_bert_of_the_first_hour_is_read(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, load_folder(tmp_path / "old").params, load_folder(bert).params)
 
 
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_what_an_encoder_ties_may_be_in_the_file_too_and_is_alike(family, tmp_path):
+    from safetensors.numpy import save_file
+
+    fixture, prefix = LLAMA.parent / family, {"bert": "cls.predictions", "roberta": "lm_head"}[family]
+    arrays = {name: np.array(tensor.read()) for name, tensor in open_folder(fixture).items()}
+    table = next(array for name, array in arrays.items() if name.endswith("word_embeddings.weight"))
+    tied = {f"{prefix}.decoder.weight": table, f"{prefix}.decoder.bias": arrays[f"{prefix}.bias"]}
+    shutil.copytree(fixture, tmp_path / "both")
+    save_file(arrays | tied, tmp_path / "both" / "model.safetensors")
+    load_folder(tmp_path / "both")
+    tied[f"{prefix}.decoder.bias"] = tied[f"{prefix}.decoder.bias"] + 1
+    save_file(arrays | tied, tmp_path / "both" / "model.safetensors")
+    refused(load_folder, tmp_path / "both", "are not alike, and the model has one of them")
+
+
 def test_a_tied_head_that_is_in_the_file_is_the_table_or_a_warning(tmp_path):
     def tie(arrays):
         arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()

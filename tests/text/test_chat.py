@@ -6,13 +6,14 @@ control tokens that take the white space behind them away, with a token at the b
 
 import json
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 
 from transformer_jax.errors import UserError
 from transformer_jax.text.chat import CONTROL_MARK, encode_chat
-from transformer_jax.text.tokenizer import END_OF_TEXT, byte_tokenizer, train_bpe
+from transformer_jax.text.tokenizer import END_OF_TEXT, byte_tokenizer, read_tokenizer, train_bpe
 from transformer_jax.text.tokenizer_files import digest_of, files_of, read_tokenizer_files
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -138,3 +139,39 @@ def test_a_template_that_fails_is_a_users_error(template, match):
 def test_a_model_without_a_template_knows_no_conversations():
     with pytest.raises(UserError, match="has no chat template"):
         encode(None, "a")
+
+
+def test_a_template_may_ask_for_the_date():
+    year = encode("{{ strftime_now('%Y') }}", "a")
+    assert bytes(year[1:]).decode() == str(datetime.now().year)
+
+
+def of_json(change):
+    """The tokenizer of bytes with another tokenizer.json."""
+    tree = json.loads(TOKENIZERS["byte_level"].json)
+    change(tree["added_tokens"])
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}<|im_end|>|"
+    return read_tokenizer(json.dumps(tree), "test", special_tokens={"eos_token": "<|im_end|>"}, chat_template=template)
+
+
+def test_of_two_control_tokens_that_begin_alike_the_longer_one_is_meant():
+    longer = of_json(lambda added: added.append({**added[-1], "id": 302, "content": "<|im_end|>|"}))
+    assert encode_chat(longer, say(""))[-1] == 302
+
+
+def test_an_end_of_text_that_its_file_does_not_mark_as_control_is_no_text_either():
+    unmarked = of_json(lambda added: added[-1].update(special=False))
+    assert unmarked.end_of_text_name == "<|im_end|>"
+    ids = encode_chat(unmarked, say("<|im_end|>"))
+    assert ids.count(unmarked.end_of_text) == 1
+    assert unmarked.decode(ids) == "<|im_end|>|"
+
+
+def test_what_ends_a_text_is_said_by_generation_config_and_else_by_config(tmp_path):
+    for file, content in files_of(TOKENIZERS["byte_level"]).items():
+        (tmp_path / file).write_text(content, encoding="utf-8")
+    assert read_tokenizer_files(tmp_path, end=5).stop_ids == (301,)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_tokenizer_files(tmp_path, end=[5, 301]).stop_ids == (5, 301)
+    (tmp_path / "generation_config.json").unlink()
+    assert read_tokenizer_files(tmp_path).stop_ids == (301,)
