@@ -216,6 +216,8 @@ class ModelConfig:
             f"a multiple of num_heads = {self.num_heads}, or an explicit head_dim",
         )
 
+        check(self, "head_dim", self.H <= 2**16, f"at most 2**16, and it comes to {self.H}")
+
     def _check_layers(self) -> None:
         check(self, "layer_pattern", len(self.layer_pattern) > 0, "at least one kind")
         local = "local" in self.layer_pattern[: self.num_layers]

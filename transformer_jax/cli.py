@@ -343,7 +343,8 @@ def _parse(arguments: Sequence[str]) -> Callable[[], int]:
     _refuse_empty(arguments)
     arguments = [re.sub(r"^--from(?==|$)", "--training.start-from", argument) for argument in arguments]
     named = _option(arguments, "--preset") or "tiny"
-    defaults = Train(_starting_from(preset(named), _option(arguments, "--training.start-from")), named)
+    folder = Path(_option(arguments, "--run") or Path("runs") / named)
+    defaults = Train(_starting_from(preset(named), _option(arguments, "--training.start-from"), folder), named)
     train: Any = Annotated[Train, tyro.conf.subcommand("train", default=defaults)]
     bench: Any = Annotated[
         _named("train", BenchTrain) | _named("decode", BenchDecode),
@@ -382,13 +383,13 @@ def _option(arguments: Sequence[str], option: str) -> str | None:
     return value
 
 
-def _starting_from(run: RunConfig, name: str | None) -> RunConfig:
-    """The defaults of a run that starts from a model: its shape, and its tokenizer."""
+def _starting_from(run: RunConfig, name: str | None, folder: Path) -> RunConfig:
+    """The defaults of a run that starts from a model: its shape, which a run under way has kept, and its tokenizer."""
     if name is None:
         return run
     from transformer_jax.training.open_model import config_of_model
 
-    model = config_of_model(name)
+    model = config_of_model(folder if (folder / "config.json").exists() else name)
     return dataclasses.replace(
         run,
         model=model,

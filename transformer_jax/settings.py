@@ -34,7 +34,9 @@ def _is_instance(value: Any, annotation: Any) -> bool:
     if origin is tuple:
         return isinstance(value, tuple) and all(_is_instance(item, arguments[0]) for item in value)
     if annotation is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        # JAX takes an integer for one of 32 bits.
+        most = 2**31 - 1 if isinstance(value, int) else sys.float_info.max
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= most
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, annotation)

@@ -193,8 +193,20 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path):
     large = {**params, "embed": params["embed"].at[3, 3].set(1e5)}
     cases: list[tuple[Stored, str]] = [("float16", "a.gguf"), ("q8_0", "b.gguf"), ("float16", "c")]
     for dtype, name in cases:
-        with pytest.raises(UserError, match="a parameter is 100000, more than float16 can hold"):
+        with pytest.raises(
+            UserError, match="a parameter is 100000 or no number, and float16 holds numbers of up to 65504 alone"
+        ):
             convert(tmp_path / name, c, large, byte_tokenizer(), dtype)
+    odd: list[tuple[float, Stored]] = [(3.4e38, "bfloat16"), (float("nan"), "float32"), (float("-inf"), "q8_0")]
+    for number, dtype in odd:
+        with pytest.raises(UserError, match="a parameter is"):
+            convert(
+                tmp_path / "e.gguf",
+                c,
+                {**params, "embed": params["embed"].at[3, 3].set(number)},
+                byte_tokenizer(),
+                dtype,
+            )
     with pytest.raises(UserError, match="exists already"):
         convert(Path("/"), c, params, byte_tokenizer(), "float32")
     tied = dataclasses.replace(c, residual="branch", qk_norm="projection")

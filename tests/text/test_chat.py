@@ -175,3 +175,35 @@ def test_what_ends_a_text_is_said_by_generation_config_and_else_by_config(tmp_pa
     assert read_tokenizer_files(tmp_path, end=[5, 301]).stop_ids == (5, 301)
     (tmp_path / "generation_config.json").unlink()
     assert read_tokenizer_files(tmp_path).stop_ids == (301,)
+
+
+def test_a_template_finds_that_there_are_no_tools():
+    assert encode("{% if tools is not none or documents is not none %}tools{% endif %}" + SPOKEN, "a") == [256, 97]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda tree: tree["model"]["vocab"].update(b=2**29), "a token has the id 536870912"),
+        (lambda tree: tree["added_tokens"][0].update(id=-1), "a token has the id -1"),
+        (
+            lambda tree: tree.update(
+                post_processor={
+                    "type": "TemplateProcessing",
+                    "single": [
+                        {"SpecialToken": {"id": "[CLS]", "type_id": 0}},
+                        {"Sequence": {"id": "A", "type_id": 0}},
+                    ],
+                    "pair": [],
+                    "special_tokens": {},
+                }
+            ),
+            "is not a tokenizer that",
+        ),
+    ],
+)
+def test_a_tokenizer_that_would_take_all_memory_or_the_process_down_is_refused(change, match):
+    tree = json.loads(TOKENIZERS["byte_level"].json)
+    change(tree)
+    with pytest.raises(UserError, match=match):
+        read_tokenizer(json.dumps(tree), "test")

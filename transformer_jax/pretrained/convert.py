@@ -27,11 +27,15 @@ def convert(
     """
     if not to.name:
         raise UserError(f"{to} exists already; name a folder or a file to make")
-    if dtype in ("float16", "q8_0"):
-        # A matrix whose rows do not divide into blocks of q8_0 is stored in float16.
-        largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(params))
-        if largest > float(jnp.finfo(jnp.float16).max):
-            raise UserError(f"a parameter is {largest:g}, more than float16 can hold; choose bfloat16")
+    # A matrix whose rows do not divide into blocks of q8_0 is stored in float16.
+    held = "float16" if dtype == "q8_0" else dtype
+    # XLA's CPU backend leaves NaN out of a maximum.
+    largest = [float(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max()) for x in jax.tree.leaves(params)]
+    wrong = [x for x in largest if x > float(jnp.finfo(held).max)]
+    if wrong:
+        raise UserError(
+            f"a parameter is {wrong[0]:g} or no number, and {held} holds numbers of up to {jnp.finfo(held).max:g} alone"
+        )
     c, params = without_padding(c, params)
     if to.suffix == ".gguf":
         save_gguf(to, c, params, tokenizer, GGUF_TYPES[dtype])

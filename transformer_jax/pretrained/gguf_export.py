@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ def save_gguf(path: Path, c: ModelConfig, params: Params, tokenizer: Tokenizer, 
     name, architecture = _find(c)
     settings = _settings(name, c)
     _check_same(name, architecture, settings, c)
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(temporary, name, settings | describe_tokenizer(tokenizer, c.table_rows), architecture, c, params, kind)

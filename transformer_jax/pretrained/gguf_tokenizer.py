@@ -33,7 +33,10 @@ SPECIAL_TOKENS = {
 }
 """What control tokens are for, and what GGUF calls it."""
 
-CONTROL, USER_DEFINED = 3, 4
+LONGEST_WORD = 4096
+"""Letters; a word is cut at each of them to find what it is merged of."""
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 """Types of tokens: one that no text is encoded to, and one that a text may hold as it is."""
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -72,11 +75,13 @@ def _read(settings: Mapping[str, Any], path: Path) -> Tokenizer:
     kinds = _setting(settings, "token_type", list, path)
     if len(kinds) != len(words):
         raise UserError(f"{path}: there are {len(words)} tokens and {len(kinds)} token types")
+    if (longest := max(map(len, words), default=0)) > LONGEST_WORD:
+        raise UserError(f"{path}: a token has {longest} letters; expected at most {LONGEST_WORD}")
     model = _setting(settings, "model", str, path)
     if model == "gpt2":
         tree = _byte_level(settings, words, path)
     elif model == "llama":
-        tree = _sentence_pieces(settings, words, path)
+        tree = _sentence_pieces(settings, words, kinds, path)
     else:
         raise UserError(f"{path}: tokenizer.ggml.model is {model!r}; expected gpt2 or llama")
     added = [
@@ -156,7 +161,7 @@ def _byte_level(settings: Mapping[str, Any], words: list[str], path: Path) -> Tr
     }
 
 
-def _sentence_pieces(settings: Mapping[str, Any], words: list[str], path: Path) -> Tree:
+def _sentence_pieces(settings: Mapping[str, Any], words: list[str], kinds: list[int], path: Path) -> Tree:
     scores = _setting(settings, "scores", list, path)
     if len(scores) != len(words):
         raise UserError(f"{path}: there are {len(words)} tokens and {len(scores)} scores")
@@ -178,7 +183,7 @@ def _sentence_pieces(settings: Mapping[str, Any], words: list[str], path: Path) 
         "model": {
             "type": "BPE",
             "vocab": {word: i for i, word in enumerate(words)},
-            "merges": _merges(words, scores),
+            "merges": _merges(words, scores, kinds),
             "unk_token": words[unknown] if isinstance(unknown, int) and unknown < len(words) else None,
             "fuse_unk": True,
             "byte_fallback": True,
@@ -186,8 +191,11 @@ def _sentence_pieces(settings: Mapping[str, Any], words: list[str], path: Path) 
     }
 
 
-def _merges(words: list[str], scores: list[float]) -> list[tuple[str, str]]:
-    """The merges that make each word of two others, the best word first, as a BPE by scores would choose them."""
+def _merges(words: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
+    """The merges that make each word of two others, the best word first, as a BPE by scores would choose them.
+
+    No text is merged to a control token.
+    """
     ids = {word: i for i, word in enumerate(words)}
     find = ids.get
     merges: list[tuple[str, str]] = []
@@ -195,7 +203,7 @@ def _merges(words: list[str], scores: list[float]) -> list[tuple[str, str]]:
         word = words[i]
         known: list[tuple[int, int]] = []
         # A vocabulary has over a million places to cut: the right part is looked for only where the left one is known.
-        for cut in range(1, len(word)):
+        for cut in range(1, len(word) if kinds[i] not in (UNKNOWN, CONTROL) else 0):
             left = find(word[:cut])
             if left is not None:
                 right = find(word[cut:])

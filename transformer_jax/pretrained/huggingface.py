@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -96,9 +97,7 @@ def save_folder(
     family, settings = write_config(c, prefer)
     if folder.exists():
         raise UserError(f"{folder} exists already; name a folder to make")
-    temporary = folder.with_name(f".{folder.name}.partial")
-    # What a killed run has left.
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         temporary.mkdir(parents=True)
         _write_tensors(temporary, tensors_of(family.rows, c, params))

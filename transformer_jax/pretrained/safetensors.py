@@ -62,7 +62,8 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
     Raises `UserError` naming the file and the tensor for whatever is missing, doubled, or not as the format says.
     """
     index = folder / "model.safetensors.index.json"
-    if not index.exists():
+    # Where a folder has both, transformers too goes by the one file.
+    if not index.exists() or (folder / "model.safetensors").exists():
         return open_file(folder / "model.safetensors")
     places = parse_object(_read_bytes(index), str(index)).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):

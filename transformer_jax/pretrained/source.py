@@ -68,7 +68,9 @@ def pooling_of_published(name: str) -> Literal["mean", "first"]:
 
 def _find(name: str) -> Path:
     path = Path(name)
-    if path.exists():
+    if os.path.exists(path):
+        if not (path.is_dir() or path.is_file()):
+            raise UserError(f"{name} is neither a folder nor a regular file")
         return path
     if name in PACKAGES:
         return PACKAGES[name]()
@@ -140,7 +142,7 @@ def _fetch(name: str) -> Path:
     snapshot_download = load_extra("huggingface_hub").snapshot_download
     try:
         return Path(snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
-    except OSError as error:
-        # The errors of the hub are OSErrors too, with messages of several lines.
+    except (OSError, ValueError) as error:
+        # The errors of the hub are OSErrors too, with messages of several lines; a ValueError says that it is no name.
         why = " ".join(str(error).split())
         raise UserError(f"{name} cannot be fetched from Hugging Face's hub, and is not in its cache: {why}") from None

@@ -25,6 +25,10 @@ TEXT_MARK = "\ufdd1"
 """Stands before what reads like a control token in a message while the template runs. No character has this code."""
 
 
+LONGEST_TEXT = 50_000_000
+"""Letters; no context is as long."""
+
+
 def encode_chat(tokenizer: Tokenizer, messages: Any, *, add_generation_prompt: bool = True) -> list[int]:
     """Encode a conversation, a list of messages, up to where the model is to answer.
 
@@ -67,9 +71,13 @@ def render(
     """Run a template. Raises `UserError` with what it says, or with what is wrong with it."""
     variables = {"messages": messages, "add_generation_prompt": add_generation_prompt, **special_tokens}
     try:
-        return _compile(template).render(variables)
+        # Templates ask whether there are any.
+        text = _compile(template).render(variables, tools=None, documents=None)
     except Exception as error:  # Whatever a program of somebody else's can raise.
-        raise UserError(f"the chat template cannot be used with these messages: {error}") from None
+        raise UserError(f"the chat template cannot be used with these messages: {error!s:.500}") from None
+    if len(text) > LONGEST_TEXT:
+        raise UserError(f"the chat template makes {len(text):,} letters of these messages; expected {LONGEST_TEXT:,}")
+    return text
 
 
 @functools.lru_cache(maxsize=8)

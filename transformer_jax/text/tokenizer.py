@@ -41,6 +41,8 @@ END_OF_TEXT_NAMES = (
 )
 """The names by which an end-of-text token is known; of several in one tokenizer, the first in this order is taken."""
 
+LARGEST_VOCABULARY = 2**24
+
 CONTROL_MARK = "\ufdd0"
 """Stands before the name of a control token in a text whose other names of control tokens are ordinary text. No
 character has this code."""
@@ -220,16 +222,32 @@ def read_tokenizer(
         raise UserError(f"{where} is not JSON ({error}); expected a tokenizer.json file") from None
     if not isinstance(tree, dict) or "model" not in tree:
         raise UserError(f'{where} has no "model"; expected a Hugging Face tokenizer.json file')
+    _check_unicode(chat_template or "")
     if tree == json.loads(_byte_json()):
         ours = byte_tokenizer()
         return replace(ours, special_tokens=special_tokens or ours.special_tokens, chat_template=chat_template)
     import tokenizers
 
+    _check_ids(tree, where)
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # The package raises nothing narrower.
+        wrapped = _wrap(tokenizer, where, stop_ids, special_tokens or {})
+    except (UserError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # The package raises nothing narrower; its panics are no Exceptions.
         raise UserError(f"{where} is not a tokenizer that the tokenizers package can read: {error}") from None
-    return replace(_wrap(tokenizer, where, stop_ids, dict(special_tokens or {})), chat_template=chat_template)
+    return replace(wrapped, chat_template=chat_template)
+
+
+def _check_ids(tree: Mapping[str, Any], where: str) -> None:
+    """Refuse ids that the package would make room for without asking whether there can be so many."""
+    model, added = tree["model"], tree.get("added_tokens") or []
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    wrong = [i for i in ids if type(i) is not int or not 0 <= i < LARGEST_VOCABULARY]
+    if wrong:
+        raise UserError(f"{where}: a token has the id {wrong[0]!r}; expected 0 to {LARGEST_VOCABULARY - 1}")
 
 
 def _wrap(

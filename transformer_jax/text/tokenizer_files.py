@@ -87,7 +87,11 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     template = config.get("chat_template")
     if isinstance(template, list):
         # Several by name, of which one is for ordinary conversations.
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+        }
         template = named.get("default")
     if template is not None and not isinstance(template, str):
         raise UserError(f"{folder / NAMES[1]}: chat_template is {template!r}; expected a template")
