@@ -70,6 +70,14 @@ def test_the_tokenizer_of_another_model_keeps_its_template_and_what_ends_a_text(
     assert open_run(folder, config(corpus)).tokenizer == theirs
 
 
+def test_a_template_that_a_killed_first_try_left_is_no_part_of_the_run(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    first = open_run(folder, config(corpus))
+    record_run(folder, first)
+    assert open_run(folder, config(corpus)).tokenizer == first.tokenizer
+
+
 def test_other_settings_are_refused_and_shown(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     record_run(folder, open_run(folder, config(corpus)))

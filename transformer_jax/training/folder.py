@@ -107,8 +107,13 @@ def open_run(folder: Path, requested: RunConfig, own_tokenizer: Callable[[], Tok
 
 def record_run(folder: Path, run: Run) -> None:
     """Write down what the run is. Called once everything about it is known to be right."""
-    for name, content in files_of(run.tokenizer).items():
-        write_atomically(folder / name, content)
+    files = files_of(run.tokenizer)
+    for name in NAMES:
+        if name in files:
+            write_atomically(folder / name, files[name])
+        else:
+            # A first try with another tokenizer, killed before it was recorded, may have left its template.
+            (folder / name).unlink(missing_ok=True)
     write_atomically(folder / "corpus.json", json.dumps(_fingerprints(run)) + "\n")
     write_atomically(folder / "config.json", to_json(run.config))
 
