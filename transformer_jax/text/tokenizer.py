@@ -232,7 +232,7 @@ def read_tokenizer(
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)
         wrapped = _wrap(tokenizer, where, stop_ids, special_tokens or {})
-    except (UserError, KeyboardInterrupt):
+    except (UserError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # The package raises nothing narrower; its panics are no Exceptions.
         raise UserError(f"{where} is not a tokenizer that the tokenizers package can read: {error}") from None
