@@ -215,8 +215,8 @@ class ModelConfig:
             self.head_dim is not None or self.d_model % self.num_heads == 0,
             f"a multiple of num_heads = {self.num_heads}, or an explicit head_dim",
         )
-
-        check(self, "head_dim", self.H <= 2**16, f"at most 2**16, and it comes to {self.H}")
+        name = "d_model" if self.head_dim is None else "head_dim"
+        check(self, name, self.H <= 2**16, "at most 2**16 features a head")
 
     def _check_layers(self) -> None:
         check(self, "layer_pattern", len(self.layer_pattern) > 0, "at least one kind")

@@ -229,7 +229,7 @@ def test_bad_settings_and_folders_are_refused(finished, corpus, environment, tmp
     assert "needs 'causal'" in error("--model.attention", "bidirectional", folder=tmp_path / "e")
     assert not (tmp_path / "e" / "config.json").exists()
     assert "cannot hold a run" in error(folder=tmp_path / "short.txt")
-    assert "GB of memory; found" in error("--model.d-model", "1000000", folder=tmp_path / "f")
+    assert "GB of memory; found" in error("--model.d-ff", "1000000000", folder=tmp_path / "f")
     assert "GB of memory; found" in error("--data.batch-size", "10000000000", folder=tmp_path / "f")
     assert "--data.paths is empty" in error("--data.paths", "--seed", "1", folder=tmp_path / "f")
     changed = corpus / "99.txt"
