@@ -55,6 +55,9 @@ def test_blocks_of_every_type_become_the_numbers_of_the_gguf_package(name, tmp_p
             upper, lower = stored.empty((width, 20), dtype), stored.empty((width, 17), dtype)
             assert sum(stored.fill([upper.T, lower.T], tensor, pool)) == rows * width
             np.testing.assert_array_equal(np.concatenate([upper, lower], axis=1), expected.T.astype(dtype))
+            beside = [stored.empty((rows, part), dtype) for part in (300, 12, 200)]
+            assert sum(stored.fill_beside(beside, tensor, pool)) == rows * width
+            np.testing.assert_array_equal(np.concatenate(beside, axis=1), expected.astype(dtype))
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path):

@@ -1,7 +1,7 @@
 """How tensors of a published file become arrays of ours, and back.
 
 `write` makes theirs from ours. It is traced to learn the shapes that a file must have, so a shape is never written down
-twice. The way back is either `into`, by which theirs are read straight into ours, or `read`.
+twice. By `into` theirs are read straight into ours.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,16 @@ HostArrays = list[np.ndarray]
 
 @dataclass(frozen=True)
 class Layout:
-    """The arrays of a row in their form and in ours; it has one of `into` and `read`."""
+    """The arrays of a row in their form and in ours."""
 
     write: Callable[[ModelConfig, Arrays], Arrays]
     """Makes their tensors of our arrays."""
-    into: Callable[[ModelConfig, HostArrays], list[HostArrays]] | None = None
-    """Gives for each of their tensors views of ours that follow one another as its rows do."""
-    read: Callable[[ModelConfig, HostArrays], HostArrays] | None = None
-    """Makes our arrays of their tensors, where there are no such views."""
+    into: Callable[[ModelConfig, HostArrays], list[HostArrays]]
+    """Gives for each of their tensors the views of ours that hold its rows, one view after the other."""
+    beside: bool = False
+    """Whether the views lie beside each other, each holding a part of every row."""
+    added: int = 0
+    """What every number of theirs is greater by."""
 
 
 AS_IT_IS = Layout(write=lambda c, ours: ours, into=lambda c, ours: [[w] for w in ours])
@@ -37,7 +39,8 @@ TRANSPOSED = Layout(write=lambda c, ours: [w.T for w in ours], into=lambda c, ou
 
 JOINED_HEADS = Layout(
     write=lambda c, ours: [jnp.concatenate(ours, axis=-1)],
-    read=lambda c, theirs: np.split(theirs[0], [c.N * c.H, (c.N + c.K) * c.H], axis=-1),
+    into=lambda c, ours: [ours],
+    beside=True,
 )
 """Queries, keys and values beside each other: [in q+k+v], or a bias of q+k+v (GPT-2)."""
 
@@ -72,7 +75,7 @@ PAIRED = Layout(
 )
 """[out in], each head's rows in the order in which rotary pairs stand side by side (GGUF files of Llama)."""
 
-PLUS_ONE = Layout(write=lambda c, ours: [w + 1 for w in ours], read=lambda c, theirs: [w - 1 for w in theirs])
+PLUS_ONE = Layout(write=lambda c, ours: [w + 1 for w in ours], into=lambda c, ours: [[w] for w in ours], added=1)
 """The scale of a norm that multiplies by 1 + its parameter, with the 1 added (GGUF files of Gemma)."""
 
 STACKED_EXPERTS = Layout(

@@ -19,7 +19,7 @@ from transformer_jax.machine import num_cores
 from transformer_jax.model.transformer import Params, build, param_shapes
 from transformer_jax.pretrained.layouts import Layout
 from transformer_jax.pretrained.names import Row, expand
-from transformer_jax.pretrained.stored import Stored, alike, empty, fill
+from transformer_jax.pretrained.stored import Stored, alike, empty, fill, fill_beside
 from transformer_jax.sharding import Mesh, on_first_device, on_mesh
 
 DERIVED = re.compile(
@@ -98,16 +98,12 @@ def _read_row(
     advance: Callable[[int], None],
 ) -> None:
     """Set our arrays of a row to what their tensors hold."""
-    if layout.into is not None:
-        targets = layout.into(c, host)
-    else:
-        targets = [[np.empty(tensor.shape, host[0].dtype)] for tensor in tensors]
-    for tensor, views in zip(tensors, targets, strict=True):
-        for count in fill(views, tensor, pool):
+    for tensor, views in zip(tensors, layout.into(c, host), strict=True):
+        for count in fill_beside(views, tensor, pool) if layout.beside else fill(views, tensor, pool):
             advance(count)
-    if layout.read is not None:
-        for array, made in zip(host, layout.read(c, [views[0] for views in targets]), strict=True):
-            array[...] = made
+    if layout.added:
+        for array in host:
+            array -= layout.added
 
 
 def by_path(tree: Any) -> dict[str, Any]:

@@ -77,6 +77,22 @@ def fill(views: Sequence[np.ndarray], tensor: Stored, pool: Executor) -> Iterato
     yield from pool.map(write, *zip(*pieces, strict=True))
 
 
+def fill_beside(views: Sequence[np.ndarray], tensor: Stored, pool: Executor) -> Iterator[int]:
+    """Write a tensor into views that lie beside each other, each holding a part of every row; yields as `fill`."""
+    if len(tensor.shape) == 1:
+        yield from fill(views, tensor, pool)
+        return
+    ends = np.cumsum([view.shape[-1] for view in views])
+
+    def write(rows: slice, count: int) -> int:
+        block = tensor.rows(rows.start, count)
+        for view, part in zip(views, np.split(block, ends[:-1], axis=-1), strict=True):
+            view[rows] = part
+        return block.size
+
+    yield from pool.map(write, *zip(*((at[0], count) for at, count in _cut(tensor.shape)), strict=True))
+
+
 def _cut(shape: Sequence[int]) -> Iterator[tuple[tuple[int | slice, ...], int]]:
     """Cut an array into blocks: where each is in it, and how many rows it has."""
     inner = math.prod(shape[1:])
