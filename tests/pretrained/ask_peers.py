@@ -4,9 +4,10 @@
 
 runs in an environment of their own; both arguments are JSON files, a list of objects each. A question is the `path` of
 a folder or of a GGUF file, sequences of `ids` that logits are wanted of, with `types` of tokens, a list of `texts`, and
-a number of `greedy` tokens to go on with after each sequence, or after each text where there are texts. An answer has
-the `logits` of each sequence, the `text_ids`, and the `greedy` ids; of a folder also the model's `class` and `dtype`,
-and the `problems` that loading it had.
+a number of `greedy` tokens to go on with after each sequence, or after each text where there are texts; or texts that
+`vectors` are wanted of. An answer has the `logits` of each sequence, or its hidden states where the model has no output
+layer, the `text_ids`, and the `greedy` ids; of a folder also the model's `class` and `dtype`, and the `problems` that
+loading it had; of a file also the `vectors`.
 """
 
 import json
@@ -38,15 +39,16 @@ def ask_transformers(question: dict) -> dict:
         "greedy": [],
         "text_ids": [],
     }
-    for row, ids in enumerate(question.get("ids", [])):
+    texts = question.get("vectors", question.get("texts", []))
+    if texts:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        answer["text_ids"] = [tokenizer(text)["input_ids"] for text in texts]
+    for row, ids in enumerate(answer["text_ids"] if "vectors" in question else question.get("ids", [])):
         types = question.get("types")
         given = {} if types is None else {"token_type_ids": torch.tensor([types[row]])}
         output = model.eval()(torch.tensor([ids]), **given)
         logits = output.logits if hasattr(output, "logits") else output.last_hidden_state
         answer["logits"].append(logits[0].float().tolist())
-    if question.get("texts"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        answer["text_ids"] = [tokenizer(text)["input_ids"] for text in question["texts"]]
     if question.get("greedy"):
         for ids in answer["text_ids"] or question["ids"]:
             written = model.generate(torch.tensor([ids]), max_new_tokens=question["greedy"], do_sample=False)
@@ -57,6 +59,12 @@ def ask_transformers(question: dict) -> dict:
 def ask_llama_cpp(question: dict) -> dict:
     from llama_cpp import GGML_TYPE_F32, Llama
 
+    if "vectors" in question:
+        model = Llama(question["path"], n_ctx=64, embedding=True, verbose=False)
+        return {
+            "text_ids": [model.tokenize(text.encode(), special=False) for text in question["vectors"]],
+            "vectors": model.embed(question["vectors"], normalize=True),
+        }
     # Keys and values are cached in half precision unless it is told otherwise.
     model = Llama(
         question["path"], n_ctx=64, logits_all=True, type_k=GGML_TYPE_F32, type_v=GGML_TYPE_F32, verbose=False

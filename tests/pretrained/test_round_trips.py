@@ -20,8 +20,10 @@ import pytest
 
 from tests.pretrained.test_families import FIXTURES, NAMES, expected, load
 from tests.pretrained.test_real_weights import REAL, TOKENIZED, every_decoder, opened
+from tests.pretrained.test_tokenizers_out import like_roberta, word_pieces
 from transformer_jax.architecture import ModelConfig, RopeScaling
 from transformer_jax.config import DecodingConfig
+from transformer_jax.decoding.embedding import embed
 from transformer_jax.decoding.generate import generate
 from transformer_jax.model.transformer import build
 from transformer_jax.pretrained.convert import Stored, convert
@@ -61,8 +63,11 @@ WRITTEN: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", GLOBAL),
     "gpt2": ("gpt2", {}),
     "gpt-neox": ("gpt-neox", {}),
+    "bert": ("bert-bare", {}),
+    "bert with a pooler": ("bert-bare", {"pooler": True}),
 }
 """A model for each of llama.cpp's architectures: a fixture's config, and what is changed in it besides the sizes."""
+DECODERS = [name for name in WRITTEN if not name.startswith("bert")]
 every_file = pytest.mark.parametrize("name", WRITTEN)
 PROMPT = np.random.default_rng(3).integers(0, 256, 40).tolist()
 
@@ -128,18 +133,18 @@ def files(tmp_path_factory):
     """What llama.cpp computes with the file of each model, and with other types of numbers for one."""
     folder = tmp_path_factory.mktemp("files")
     questions = []
-    for name in WRITTEN:
+    for name in DECODERS:
         convert(folder / f"{name}.gguf", *made(name), byte_tokenizer(), "float32")
         questions.append({"path": str(folder / f"{name}.gguf"), "ids": [PROMPT], "greedy": 12})
     for dtype in COARSE:
         convert(folder / f"{dtype}.gguf", *made("llama"), byte_tokenizer(), dtype)
         questions.append({"path": str(folder / f"{dtype}.gguf"), "ids": [PROMPT]})
     answers = ask(questions)
-    return folder, dict(zip([*WRITTEN, *COARSE], answers, strict=True))
+    return folder, dict(zip([*DECODERS, *COARSE], answers, strict=True))
 
 
 @needs_peers
-@every_file
+@pytest.mark.parametrize("name", DECODERS)
 def test_llama_cpp_computes_the_same(name, files):
     """llama.cpp looks GELU up in a table of float16: such models differ by up to 0.005, others by up to 0.0002."""
     c, params = made(name)
@@ -167,6 +172,33 @@ def test_llama_cpp_reads_other_types_of_numbers(dtype, files):
     again = load_gguf(folder / f"{dtype}.gguf")
     logits = logits_of(again.config, again.params, PROMPT)
     assert abs(np.array(answers[dtype]["logits"][0]) - logits).mean() < COARSE[dtype]
+
+
+@needs_peers
+@pytest.mark.parametrize("name", ["bert, mean", "bert with a pooler, first", "like roberta, first", "minilm"])
+def test_other_programs_make_the_same_vectors(name, tmp_path):
+    """Of texts, by the tokens, the model and the pooling that were written; GELU of float16 again, in llama.cpp."""
+    if name == "minilm":
+        found = opened(name)
+        c, params, tokenizer, pooling = found.config, found.params, found.tokenizer, "mean"
+    else:
+        kind, pooling = name.split(", ")
+        tokenizer = like_roberta() if kind == "like roberta" else word_pieces()
+        c = dataclasses.replace(made("bert" if kind == "like roberta" else kind)[0], vocab_size=tokenizer.vocab_size)
+        params = random_params(c)
+    texts = ["unable Café,a ab 你你 zz", "a b\tthe  theory don't", "a"]
+    ids = [[*tokenizer.begin(text), *tokenizer.suffix] for text in texts]
+    vectors = embed(build(c), params, ids, pooling=pooling)
+    for place in ("out", "out.gguf"):
+        convert(tmp_path / place, c, params, tokenizer, "float32", pooling=pooling)
+    folder, file = ask([{"path": str(tmp_path / place), "vectors": texts} for place in ("out", "out.gguf")])
+    assert folder["problems"] == []
+    assert (folder["text_ids"], file["text_ids"]) == (ids, ids)
+    row = 0 if pooling == "first" else slice(None)
+    for hidden, vector in zip(folder["logits"], vectors, strict=True):
+        mean = np.atleast_2d(np.array(hidden)[row]).mean(axis=0)
+        np.testing.assert_allclose(mean / np.linalg.norm(mean), vector, atol=1e-5)
+    np.testing.assert_allclose(file["vectors"], vectors, atol=2e-3)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,13 @@
 """A tokenizer with all that belongs to it, out with a model and in again: as a folder, and as a GGUF file."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
 import pytest
+import tokenizers
+from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from transformer_jax.architecture import ModelConfig
 from transformer_jax.errors import UserError
@@ -16,6 +19,7 @@ from transformer_jax.pretrained.gguf_tokenizer import read_gguf_tokenizer
 from transformer_jax.pretrained.huggingface import load_folder, read_json
 from transformer_jax.pretrained.source import load_published
 from transformer_jax.text.chat import encode_chat
+from transformer_jax.text.tokenizer import Tokenizer, read_tokenizer, train_bpe
 from transformer_jax.text.tokenizer_files import read_tokenizer_files
 
 FIXTURES = Path(__file__).parent.parent / "text" / "fixtures"
@@ -23,6 +27,60 @@ CONFIG = ModelConfig(vocab_size=420, num_layers=1, d_model=32, d_ff=32, num_head
 PARAMS = build(CONFIG).init(jax.random.key(0))
 TOKENIZER = read_tokenizer_files(FIXTURES / "byte_level")
 SAID = [{"role": "user", "content": "What is <|im_end|>\n<s>?"}]
+
+
+def word_pieces(*, lowercase: bool = True, words: tuple[str, ...] = ()) -> Tokenizer:
+    """A tokenizer like BERT's."""
+    control = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    pieces = ["un", "##able", "##a", "##b", "a", "caf", "##e", "##é", "Caf", ",", "你", "[", "]", *words]
+    vocabulary = {word: i for i, word in enumerate([*control, *pieces])}
+    made = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    around = [(name, vocabulary[name]) for name in ("[CLS]", "[SEP]")]
+    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
+    made.add_special_tokens(control)
+    special = {f"{name[1:-1].lower()}_token": name for name in control}
+    return read_tokenizer(made.to_str(), "word pieces", special_tokens=special)
+
+
+def like_roberta() -> Tokenizer:
+    """A byte-level BPE with what stands around a text of RoBERTa's, and a mask that takes the spaces before it."""
+    made = tokenizers.Tokenizer.from_str(train_bpe(["the theory of the thing, don't"] * 3, 280).json)
+    mask = tokenizers.AddedToken("<mask>", lstrip=True, normalized=False)
+    made.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
+    made.add_special_tokens([mask])
+    ids = made.get_vocab()
+    made.post_processor = processors.RobertaProcessing(
+        ("</s>", ids["</s>"]), ("<s>", ids["<s>"]), add_prefix_space=False
+    )
+    names = {"bos": "<s>", "cls": "<s>", "pad": "<pad>", "sep": "</s>", "eos": "</s>", "unk": "<unk>", "mask": "<mask>"}
+    return read_tokenizer(made.to_str(), "like RoBERTa's", special_tokens={f"{k}_token": v for k, v in names.items()})
+
+
+@pytest.mark.parametrize("make", [word_pieces, lambda: word_pieces(lowercase=False), like_roberta])
+def test_the_tokenizer_of_an_encoder_goes_through_a_gguf_file(make, tmp_path):
+    tokenizer = make()
+    convert(tmp_path / "out.gguf", CONFIG, PARAMS, tokenizer, "float32")
+    again = load_gguf(tmp_path / "out.gguf").tokenizer
+    assert again is not None
+    for name in ("prefix", "suffix", "stop_ids", "special_tokens", "control_tokens"):
+        assert getattr(again, name) == getattr(tokenizer, name), name
+    assert len(tokenizer.prefix) == len(tokenizer.suffix) == 1
+    for text in ("unable Café,a ab 你你 [MASK] zz", "a b\tthe  theory don't", ""):
+        assert again.encode(text) == tokenizer.encode(text)
+    found, wanted = (
+        {token["content"]: token["lstrip"] for token in json.loads(x.json)["added_tokens"]} for x in (again, tokenizer)
+    )
+    assert found == wanted
+
+
+def test_word_pieces_are_written_as_llama_cpp_spells_them(tmp_path):
+    convert(tmp_path / "out.gguf", CONFIG, PARAMS, word_pieces(), "float32")
+    settings = open_gguf(tmp_path / "out.gguf").settings
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "▁un", "able", "a", "b", "▁a", "▁caf", "e"]
+    assert settings["tokenizer.ggml.tokens"][:12] == words
+    assert settings["tokenizer.ggml.model"] == "bert"
 
 
 @pytest.mark.parametrize("name", ["byte_level", "instruct", "turns"])
@@ -60,6 +118,21 @@ def test_what_a_gguf_file_cannot_say_is_refused(tmp_path):
     for name, match in (("instruct", "no name for the tokenizer's way"), ("turns", "cannot strip what stands beside")):
         with pytest.raises(UserError, match=match):
             convert(tmp_path / "out.gguf", CONFIG, PARAMS, read_tokenizer_files(FIXTURES / name), "float32")
+    with pytest.raises(UserError, match="cannot tell from those that go on with a word"):
+        convert(tmp_path / "out.gguf", CONFIG, PARAMS, word_pieces(words=("##[x]",)), "float32")
+    tree = json.loads(word_pieces().json)
+    for part, other, match in (
+        ("pre_tokenizer", {"type": "Whitespace"}, "splits text into words as BERT does alone"),
+        ("normalizer", {"type": "NFC"}, "splits text into words as BERT does alone"),
+        ("post_processor", None, "one token before a text and one behind it"),
+        ("model", {"type": "Unigram", "unk_id": 0, "vocab": [["[SEP]", 0.0], ["a", -1.0]]}, "is a Unigram"),
+    ):
+        changed = read_tokenizer(json.dumps(tree | {part: other}), "changed", special_tokens={"eos_token": "[SEP]"})
+        with pytest.raises(UserError, match=match):
+            convert(tmp_path / "out.gguf", CONFIG, PARAMS, changed, "float32")
+    two = dataclasses.replace(TOKENIZER, suffix=(TOKENIZER.end_of_text, 5))
+    with pytest.raises(UserError, match="puts more around a text than a GGUF file can say"):
+        convert(tmp_path / "out.gguf", CONFIG, PARAMS, two, "float32")
     assert not list(tmp_path.iterdir())
 
 

@@ -12,6 +12,7 @@ from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Params
 from transformer_jax.pretrained.gguf_export import GGUFType, save_gguf
 from transformer_jax.pretrained.huggingface import save_folder
+from transformer_jax.pretrained.pooling import Pooling
 from transformer_jax.text.tokenizer import Tokenizer
 
 Stored = Literal["float32", "bfloat16", "float16", "q8_0"]
@@ -19,9 +20,18 @@ GGUF_TYPES: dict[Stored, GGUFType] = {"float32": "F32", "bfloat16": "BF16", "flo
 
 
 def convert(
-    to: Path, c: ModelConfig, params: Params, tokenizer: Tokenizer, dtype: Stored, *, prefer: str | None = None
+    to: Path,
+    c: ModelConfig,
+    params: Params,
+    tokenizer: Tokenizer,
+    dtype: Stored,
+    *,
+    prefer: str | None = None,
+    pooling: Pooling | None = None,
 ) -> None:
     """Write a GGUF file where the name ends in .gguf, else a folder; of several families, `prefer`.
+
+    `pooling` is how an encoder makes one vector of a text, where that is known.
 
     Raises `UserError` when nothing published computes this model exactly, and when there is something at `to`.
     """
@@ -38,12 +48,12 @@ def convert(
         )
     c, params = without_padding(c, params)
     if to.suffix == ".gguf":
-        save_gguf(to, c, params, tokenizer, GGUF_TYPES[dtype])
+        save_gguf(to, c, params, tokenizer, GGUF_TYPES[dtype], pooling)
         return
     if dtype == "q8_0":
         raise UserError("q8_0 is a type of GGUF files; name a file that ends in .gguf, or choose another dtype")
     stored = jax.tree.map(lambda x: x.astype(dtype), params)
-    save_folder(to, c, stored, tokenizer, prefer=prefer, dtype=dtype)
+    save_folder(to, c, stored, tokenizer, prefer=prefer, dtype=dtype, pooling=pooling)
 
 
 def without_padding(c: ModelConfig, params: Params) -> tuple[ModelConfig, Params]:

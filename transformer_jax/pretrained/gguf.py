@@ -1,6 +1,7 @@
 """GGUF files, as llama.cpp reads them: one file with a model's shape, its parameters and its tokenizer."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,17 @@ def _with_layer_norm(activation: str) -> Tree:
     }
 
 
+def _bert(settings: Settings, fields: Tree) -> Tree:
+    # How vectors are made of what it computes is no part of the model (pooling.py).
+    settings.take("pooling_type", None)
+    return _with_layer_norm("gelu") | {
+        "positions": "learned",
+        "residual": "post",
+        "embedding_norm": True,
+        "pooler": "cls.weight" in settings.tensors,
+    }
+
+
 def _gpt2(settings: Settings, fields: Tree) -> Tree:
     return _with_layer_norm("gelu_tanh") | {"positions": "learned"}
 
@@ -129,6 +141,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "phi3": Architecture("phi3", gguf_names.PHI_3, _plain),
     "gpt2": Architecture("gpt2", gguf_names.JOINED, _gpt2),
     "gptneox": Architecture("gpt_neox", gguf_names.JOINED, _neox),
+    "bert": Architecture("bert", gguf_names.BERT, _bert),
 }
 
 MIXTRAL = Architecture("mixtral", gguf_names.MIXTRAL, _experts)
@@ -171,7 +184,7 @@ def _architecture(file: GGUFFile, path: Path) -> Architecture:
 def read_config(architecture: Architecture, file: GGUFFile, path: Path) -> ModelConfig:
     """Turn a file's settings into a `ModelConfig`. Raises `UserError` naming what cannot be honoured."""
     name = file.settings["general.architecture"]
-    settings = Settings(file.settings, str(path)).within(f"{name}.")
+    settings = Settings(file.settings, str(path), file.tensors).within(f"{name}.")
     try:
         fields = _read_sizes(settings, file, path)
         fields |= architecture.fields(settings, fields)
@@ -189,11 +202,11 @@ def _read_sizes(settings: Settings, file: GGUFFile, path: Path) -> Tree:
     if table is None or len(table.shape) != 2:
         raise UserError(f"{path}: the tensor 'token_embd.weight' is missing, or is no table")
     settings.expect("vocab_size", table.shape[0])
+    types = file.tensors.get("token_types.weight")
     heads = settings.take("attention.head_count")
     width = settings.take("embedding_length")
     head = settings.take("attention.key_length", width // heads if isinstance(heads, int) and heads else None)
     settings.expect("attention.value_length", head)
-    settings.expect("attention.causal", True)
     eps = settings.take("attention.layer_norm_rms_epsilon", settings.take("attention.layer_norm_epsilon", 1e-5))
     return {
         "vocab_size": table.shape[0],
@@ -204,13 +217,21 @@ def _read_sizes(settings: Settings, file: GGUFFile, path: Path) -> Tree:
         "num_heads": heads,
         "num_kv_heads": settings.take("attention.head_count_kv", heads),
         "head_dim": head,
+        "attention": "causal" if settings.take("attention.causal", True) else "bidirectional",
+        "num_token_types": types.shape[0] if types is not None and len(types.shape) == 2 else 0,
         "norm_eps": float(f"{eps:.6g}"),
         "tie_embeddings": "output.weight" not in file.tensors,
         "attention_bias": _biases(file.tensors),
         "rope_theta": settings.take("rope.freq_base", 10_000.0),
-        "rope_fraction": settings.take("rope.dimension_count", head) / head,
+        "rope_fraction": _fraction(settings.take("rope.dimension_count", head), head),
         "rope_scaling": _read_scaling(settings),
     }
+
+
+def _fraction(rotated: int, head: int) -> float:
+    """The fraction of a head that comes to so many entries, though the product is cut to a whole number."""
+    fraction = rotated / head
+    return fraction if int(head * fraction) == rotated else math.nextafter(fraction, math.inf)
 
 
 def _biases(tensors: Mapping[str, GGUFTensor]) -> str:

@@ -24,10 +24,11 @@ from transformer_jax.pretrained.gguf import (
     read_config,
 )
 from transformer_jax.pretrained.gguf_file import GGUFFile, GGUFTensor
-from transformer_jax.pretrained.gguf_tokenizer import describe_tokenizer
+from transformer_jax.pretrained.gguf_tokenizer_export import describe_tokenizer
 from transformer_jax.pretrained.huggingface import tensors_of
 from transformer_jax.pretrained.names import expand
 from transformer_jax.pretrained.parameters import by_path
+from transformer_jax.pretrained.pooling import Pooling, number_of_pooling
 from transformer_jax.settings import differences
 from transformer_jax.text.tokenizer import Tokenizer
 
@@ -35,15 +36,23 @@ Tree = dict[str, Any]
 GGUFType = Literal["F32", "F16", "BF16", "Q8_0"]
 
 
-def save_gguf(path: Path, c: ModelConfig, params: Params, tokenizer: Tokenizer, kind: GGUFType = "F32") -> None:
+def save_gguf(
+    path: Path,
+    c: ModelConfig,
+    params: Params,
+    tokenizer: Tokenizer,
+    kind: GGUFType = "F32",
+    pooling: Pooling | None = None,
+) -> None:
     """Write a model, matrices in the type given and vectors in float32, as a new file.
 
+    `pooling` is how an encoder makes one vector of a text, where that is known.
     Raises `UserError` when llama.cpp has no architecture that computes this model exactly, or when the file exists.
     """
     if path.exists():
         raise UserError(f"{path} exists already; name a file to make")
     name, architecture = _find(c)
-    settings = _settings(name, c)
+    settings = _settings(name, c, pooling)
     _check_same(name, architecture, settings, c)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -67,7 +76,7 @@ def _find(c: ModelConfig) -> tuple[str, Architecture]:
     raise UserError(f"llama.cpp has no architecture for {family.architecture} that this version writes")
 
 
-def _settings(name: str, c: ModelConfig) -> Tree:
+def _settings(name: str, c: ModelConfig, pooling: Pooling | None) -> Tree:
     eps = "layer_norm_epsilon" if c.norm == "layernorm" else "layer_norm_rms_epsilon"
     rope = {
         "rope.freq_base": float(c.rope_theta),
@@ -81,6 +90,8 @@ def _settings(name: str, c: ModelConfig) -> Tree:
         "expert_count": c.E or None,
         "expert_used_count": c.experts_per_token or None,
         "expert_feed_forward_length": c.F if name == "qwen3moe" else None,
+        "attention.causal": False if c.attention == "bidirectional" else None,
+        "pooling_type": None if pooling is None else number_of_pooling(pooling),
         "use_parallel_residual": c.residual == "parallel" if name == "gptneox" else None,
     }
     settings = {
@@ -97,7 +108,9 @@ def _settings(name: str, c: ModelConfig) -> Tree:
         **(rope if c.positions == "rope" else {}),
         **{setting: value for setting, value in optional.items() if value is not None},
     }
-    return {f"{name}.{setting}": value for setting, value in settings.items()}
+    # Beside the tokenizer's settings, though it is the model that has the table.
+    types = {"tokenizer.ggml.token_type_count": c.num_token_types} if c.num_token_types else {}
+    return {f"{name}.{setting}": value for setting, value in settings.items()} | types
 
 
 def _scaling(scaling: RopeScaling) -> Tree:
@@ -109,7 +122,7 @@ def _scaling(scaling: RopeScaling) -> Tree:
     return {}
 
 
-WITH_BIASES = ("llama", "qwen2", "gpt2", "gptneox")
+WITH_BIASES = ("llama", "qwen2", "gpt2", "gptneox", "bert")
 NEVER_TIED = ("olmo2", "gptneox")
 """Architectures of llama.cpp that know biases of attention, and that want an output layer of their own."""
 
@@ -118,6 +131,8 @@ def _check_same(name: str, architecture: Architecture, settings: Tree, c: ModelC
     """Refuse a model that the file would not describe exactly, by reading what is about to be written."""
     if c.attention_bias != "none" and name not in WITH_BIASES:
         raise UserError(f"llama.cpp's {name} has no biases in attention")
+    if c.output_transform:
+        raise UserError(f"llama.cpp's {name} makes vectors of texts and has no output layer, as this model does")
     if c.tie_embeddings and name in NEVER_TIED:
         raise UserError(f"llama.cpp's {name} has an output layer of its own, and this model's is its embedding table")
     # Vectors and tables that the reader looks for, not to read them but to see whether they are there.
@@ -128,6 +143,10 @@ def _check_same(name: str, architecture: Architecture, settings: Tree, c: ModelC
         present["blk.0.attn_q.bias"] = (c.N * c.H,)
     if c.attention_bias == "all":
         present["blk.0.attn_output.bias"] = (c.D,)
+    if c.num_token_types:
+        present["token_types.weight"] = (c.num_token_types, c.D)
+    if c.pooler:
+        present["cls.weight"] = (c.D, c.D)
     tensors = {tensor: GGUFTensor(Path(), None, shape, 0, 0) for tensor, shape in present.items()}
     file = GGUFFile({"general.architecture": name, **settings}, tensors)
     wanted = dataclasses.replace(c, vocab_size=c.table_rows, vocab_multiple=1, dtype="float32")

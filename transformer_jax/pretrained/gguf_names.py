@@ -74,6 +74,21 @@ QWEN_EXPERTS = (*EXPERTS, *_pre_norms(), *_attention())
 GEMMA = (*_ends(PLUS_ONE), *_pre_norms(PLUS_ONE), *_post_norms(PLUS_ONE), *_attention(PLUS_ONE), *MLP)
 OLMO_2 = (*_ends(), *_post_norms(), *_attention(), *MLP)
 
+BERT = (
+    as_it_is("embed", "token_embd.weight"),
+    as_it_is("position_embed", "position_embd.weight"),
+    as_it_is("type_embed", "token_types.weight"),
+    *norm("embed_norm", "token_embd_norm"),
+    *_attention(),
+    *linear("layers_{i}/attn/o", "blk.{i}.attn_output"),
+    *norm("layers_{i}/attn_post_norm", "blk.{i}.attn_output_norm"),
+    *linear("layers_{i}/mlp/up", "blk.{i}.ffn_up"),
+    *linear("layers_{i}/mlp/down", "blk.{i}.ffn_down"),
+    *norm("layers_{i}/mlp_post_norm", "blk.{i}.layer_output_norm"),
+    *linear("pooler", "cls"),
+)
+"""Without an output layer, which llama.cpp knows none for."""
+
 PHI_3 = (
     *_ends(),
     *_pre_norms(),

@@ -6,7 +6,6 @@ way to split gives other tokens.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,15 @@ SPECIAL_TOKENS = {
 }
 """What control tokens are for, and what GGUF calls it."""
 
+STOPS = ("eos", "eot", "eom")
+"""Tokens that end a text, a turn and a message; any of them ends a continuation."""
+
+SPACE = "▁"
+"""Stands for a space in sentence pieces, and before what begins a word in the vocabulary of a BERT."""
+
+CONTINUED = "##"
+"""Stands before what goes on with a word in a tokenizer.json of BERT."""
+
 LONGEST_WORD = 4096
 """Letters; a word is cut at each of them to find what it is merged of."""
 
@@ -48,6 +56,9 @@ WORDS_OF_QWEN_2 = WORDS_OF_LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BYTES_ALONE = {**BYTE_LEVEL, "use_regex": False}
 
+ROBERTA = "roberta-bpe"
+"""As GPT-2, with a mask that takes the spaces before it."""
+
 
 def _split(pattern: str) -> Tree:
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
@@ -58,6 +69,7 @@ SPLITS: Mapping[str, list[Tree]] = {
     "smollm": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL],
     "llama-bpe": [_split(WORDS_OF_LLAMA_3), BYTES_ALONE],
     "qwen2": [_split(WORDS_OF_QWEN_2), BYTES_ALONE],
+    ROBERTA: [BYTE_LEVEL],
 }
 """How a byte-level BPE splits text before it merges bytes, by llama.cpp's names."""
 
@@ -82,14 +94,18 @@ def _read(settings: Mapping[str, Any], path: Path) -> Tokenizer:
         tree = _byte_level(settings, words, path)
     elif model == "llama":
         tree = _sentence_pieces(settings, words, kinds, path)
+    elif model == "bert":
+        words = [spelled(word) for word in words]
+        tree = _word_pieces(settings, words, path)
     else:
-        raise UserError(f"{path}: tokenizer.ggml.model is {model!r}; expected gpt2 or llama")
+        raise UserError(f"{path}: tokenizer.ggml.model is {model!r}; expected gpt2, llama or bert")
+    stripping = settings.get("tokenizer.ggml.mask_token_id") if _split_of(settings) == ROBERTA else None
     added = [
         {
             "id": i,
             "content": word,
             "single_word": False,
-            "lstrip": False,
+            "lstrip": i == stripping,
             "rstrip": False,
             "normalized": False,
             "special": kind == CONTROL,
@@ -107,6 +123,9 @@ def _read(settings: Mapping[str, Any], path: Path) -> Tokenizer:
         for ours, theirs in SPECIAL_TOKENS.items()
         if isinstance(i := settings.get(f"tokenizer.ggml.{theirs}_token_id"), int) and 0 <= i < len(words)
     }
+    if model == "bert" and special.get("bos_token") == special.get("cls_token"):
+        # llama.cpp asks for the first token of a text by this name.
+        special.pop("bos_token", None)
     template = settings.get(CHAT_TEMPLATE)
     if template is not None and not isinstance(template, str):
         raise UserError(f"{path}: {CHAT_TEMPLATE} is not a text")
@@ -120,31 +139,50 @@ def _setting(settings: Mapping[str, Any], name: str, kind: type, path: Path) -> 
     return value
 
 
+def _split_of(settings: Mapping[str, Any]) -> Any:
+    return settings.get("tokenizer.ggml.pre", "gpt-2")
+
+
 def _stop_ids(settings: Mapping[str, Any], words: list[str]) -> list[int]:
     found = [settings.get(f"tokenizer.ggml.{name}_token_id") for name in STOPS]
+    if found == [None, None, None] and settings.get("tokenizer.ggml.model") == "bert":
+        # No text is written, but one has an end.
+        found = [settings.get("tokenizer.ggml.seperator_token_id")]
     return list(dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < len(words)))
 
 
 def _template(settings: Mapping[str, Any], words: list[str], path: Path) -> Tree | None:
-    """What stands before every text: the token that begins one, where the file says so."""
-    # llama.cpp adds it to sentence pieces unless it is told not to, and to bytes when it is told to.
-    default = settings.get("tokenizer.ggml.model") == "llama"
-    if not settings.get("tokenizer.ggml.add_bos_token", default):
+    """What stands around every text: the tokens that begin and end one, where the file says so."""
+    model = settings.get("tokenizer.ggml.model")
+    # llama.cpp adds the first to sentence pieces unless it is told not to, and the last when it is told to.
+    around = [("bos", "add_bos_token", model == "llama"), ("eos", "add_eos_token", False)]
+    if model == "bert":
+        around = [("cls", "", True), ("seperator", "", True)]
+    before, behind = (
+        [_token(settings, name, words, path)] if settings.get(f"tokenizer.ggml.{asked}", default) else []
+        for name, asked, default in around
+    )
+    if not before and not behind:
         return None
-    begin = _setting(settings, "bos_token_id", int, path)
-    if begin >= len(words):
-        raise UserError(f"{path}: tokenizer.ggml.bos_token_id is {begin}; there are {len(words)} tokens")
-    name = words[begin]
+    steps = {i: {"SpecialToken": {"id": words[i], "type_id": 0}} for i in (*before, *behind)}
     return {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [*(steps[i] for i in before), {"Sequence": {"id": "A", "type_id": 0}}, *(steps[i] for i in behind)],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {name: {"id": name, "ids": [begin], "tokens": [name]}},
+        "special_tokens": {words[i]: {"id": words[i], "ids": [i], "tokens": [words[i]]} for i in steps},
     }
 
 
+def _token(settings: Mapping[str, Any], name: str, words: list[str], path: Path) -> int:
+    """The id of the token that is there for something."""
+    found = _setting(settings, f"{name}_token_id", int, path)
+    if not 0 <= found < len(words):
+        raise UserError(f"{path}: tokenizer.ggml.{name}_token_id is {found}; there are {len(words)} tokens")
+    return found
+
+
 def _byte_level(settings: Mapping[str, Any], words: list[str], path: Path) -> Tree:
-    split = settings.get("tokenizer.ggml.pre", "gpt-2")
+    split = _split_of(settings)
     if split not in SPLITS:
         raise UserError(f"{path}: tokenizer.ggml.pre is {split!r}; expected one of {', '.join(SPLITS)}")
     return {
@@ -165,7 +203,7 @@ def _sentence_pieces(settings: Mapping[str, Any], words: list[str], kinds: list[
     scores = _setting(settings, "scores", list, path)
     if len(scores) != len(words):
         raise UserError(f"{path}: there are {len(words)} tokens and {len(scores)} scores")
-    space, prefixed = "▁", settings.get("tokenizer.ggml.add_space_prefix", True)
+    space, prefixed = SPACE, settings.get("tokenizer.ggml.add_space_prefix", True)
     unknown = settings.get("tokenizer.ggml.unknown_token_id")
     blank = {"type": "Replace", "pattern": {"String": " "}, "content": space}
     restored = {"type": "Replace", "pattern": {"String": space}, "content": " "}
@@ -191,6 +229,35 @@ def _sentence_pieces(settings: Mapping[str, Any], words: list[str], kinds: list[
     }
 
 
+def spelled(word: str) -> str:
+    """A word of a BERT's vocabulary as its tokenizer spells it, of one in a GGUF file."""
+    if word.startswith("[") and word.endswith("]"):
+        return word
+    return word[1:] if word.startswith(SPACE) else CONTINUED + word
+
+
+def _word_pieces(settings: Mapping[str, Any], words: list[str], path: Path) -> Tree:
+    lowercase = settings.get("tokenizer.ggml.normalizer.lowercase", True)
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": settings.get("tokenizer.ggml.normalizer.strip_accents", lowercase),
+            "lowercase": lowercase,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": CONTINUED, "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": words[_token(settings, "unknown", words, path)],
+            "continuing_subword_prefix": CONTINUED,
+            "max_input_chars_per_word": 100,
+            "vocab": {word: i for i, word in enumerate(words)},
+        },
+    }
+
+
 def _merges(words: list[str], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
     """The merges that make each word of two others, the best word first, as a BPE by scores would choose them.
 
@@ -212,89 +279,3 @@ def _merges(words: list[str], scores: list[float], kinds: list[int]) -> list[tup
         known.sort()
         merges += [(words[left], words[right]) for left, right in known]
     return merges
-
-
-STOPS = ("eos", "eot", "eom")
-"""Tokens that end a text, a turn and a message; any of them ends a continuation."""
-
-UNUSED, NORMAL, BYTE = 5, 1, 6
-BYTE_WORD = re.compile(r"<0x[0-9A-F]{2}>")
-
-
-def describe_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
-    """The settings of a GGUF file for a tokenizer; ids that it lacks, up to the rows of the table, are unused.
-
-    Raises `UserError` for a tokenizer that llama.cpp would not split text like.
-    """
-    tree = json.loads(tokenizer.json)
-    model = tree["model"]
-    if model.get("type") != "BPE":
-        raise UserError(f"the tokenizer is a {model.get('type')}; a GGUF file can describe a BPE alone")
-    words = {i: word for word, i in model["vocab"].items()}
-    kinds = dict.fromkeys(words, NORMAL)
-    if model.get("byte_fallback"):
-        kinds |= {i: BYTE for i, word in words.items() if BYTE_WORD.fullmatch(word)}
-    for token in tree["added_tokens"]:
-        if token["lstrip"] or token["rstrip"] or token["single_word"]:
-            raise UserError(f"llama.cpp cannot strip what stands beside the added token {token['content']!r}")
-        words[token["id"]] = token["content"]
-        kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
-    tokens = [words.get(i, f"[unused{i}]") for i in range(rows)]
-    if len(tokenizer.stop_ids) > len(STOPS):
-        raise UserError(f"{len(tokenizer.stop_ids)} tokens end a text; a GGUF file can name {len(STOPS)} of them")
-    special = {
-        f"{theirs}_token_id": tokenizer.control_tokens[tokenizer.special_tokens[f"{ours}_token"]]
-        for ours, theirs in SPECIAL_TOKENS.items()
-        if f"{ours}_token" in tokenizer.special_tokens
-    }
-    settings: dict[str, Any] = {
-        "tokens": tokens,
-        "token_type": [kinds.get(i, UNUSED) for i in range(rows)],
-        **special,
-        **{f"{name}_token_id": i for name, i in zip(STOPS, tokenizer.stop_ids, strict=False)},
-        "add_bos_token": bool(tokenizer.prefix),
-    }
-    if tokenizer.prefix:
-        settings["bos_token_id"] = tokenizer.prefix[0]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    settings |= _describe_bytes(tree, merges) if not model.get("byte_fallback") else _describe_pieces(tree, tokens)
-    template = {} if tokenizer.chat_template is None else {CHAT_TEMPLATE: tokenizer.chat_template}
-    return {f"tokenizer.ggml.{name}": value for name, value in settings.items()} | template
-
-
-def _describe_bytes(tree: Tree, merges: list[str]) -> Tree:
-    normalizer = tree["normalizer"]
-    found = tree["pre_tokenizer"] or {}
-    steps = found.get("pretokenizers", [found])
-    # Without merges every way to split gives the same bytes.
-    for name, split in SPLITS.items():
-        known = normalizer == ({"type": "NFC"} if name == "qwen2" else None)
-        if known and (not merges or [_essence(step) for step in steps] == [_essence(step) for step in split]):
-            return {"model": "gpt2", "pre": name, "merges": merges or [NO_MERGE]}
-    raise UserError(
-        f"llama.cpp has no name that this version knows for the tokenizer's way to split text: {normalizer}, {steps}"
-    )
-
-
-def _essence(step: Tree) -> Tree:
-    return {name: value for name, value in step.items() if name != "trim_offsets"}
-
-
-def _describe_pieces(tree: Tree, tokens: list[str]) -> Tree:
-    """Scores that choose merges in the order in which they stand."""
-    best: dict[str, float] = {}
-    for rank, merge in enumerate(tree["model"]["merges"]):
-        left, right = merge.split(" ") if isinstance(merge, str) else merge
-        best.setdefault(left + right, -float(rank))
-    normalizer = tree["normalizer"] or {}
-    steps = normalizer.get("normalizers", [normalizer])
-    kinds = [step.get("type") for step in steps]
-    if tree["pre_tokenizer"] is not None or kinds not in (["Replace"], ["Prepend", "Replace"]):
-        raise UserError(
-            f"llama.cpp has no name for the tokenizer's way to split text: {tree['pre_tokenizer']}, {steps}"
-        )
-    return {
-        "model": "llama",
-        "scores": [best.get(token, -1e9) for token in tokens],
-        "add_space_prefix": any(step.get("type") == "Prepend" for step in steps),
-    }

@@ -18,6 +18,7 @@ from transformer_jax.pretrained.extra import load_extra
 from transformer_jax.pretrained.families import Family, family_of, read_config, write_config
 from transformer_jax.pretrained.names import Row, expand
 from transformer_jax.pretrained.parameters import Report, by_path, match, no_report, read_params
+from transformer_jax.pretrained.pooling import Pooling, files_of_pooling
 from transformer_jax.pretrained.safetensors import StoredTensor, open_folder
 from transformer_jax.settings import parse_object
 from transformer_jax.sharding import Mesh
@@ -88,10 +89,12 @@ def save_folder(
     *,
     prefer: str | None = None,
     dtype: str = "float32",
+    pooling: Pooling | None = None,
 ) -> None:
     """Write a model, with its tokenizer, as a new folder that transformers loads.
 
-    `dtype` is the precision that the parameters given have. Of several families that compute the model exactly, the one
+    `dtype` is the precision that the parameters given have, and `pooling` how an encoder makes one vector of a text,
+    where that is known. Of several families that compute the model exactly, the one
     called `prefer` is taken. Raises `UserError` when there is none, or when the folder exists already.
     """
     family, settings = write_config(c, prefer)
@@ -104,6 +107,9 @@ def save_folder(
         files, control = ({}, {}) if tokenizer is None else (files_of(tokenizer), control_ids(tokenizer))
         # A family may count positions by the id of its padding, which is then among its settings.
         write_json(temporary / "config.json", {**UNSET_TOKENS, **control, **settings, "dtype": dtype})
+        for place, tree in ({} if pooling is None else files_of_pooling(pooling, c.D)).items():
+            (temporary / place).parent.mkdir(exist_ok=True)
+            write_json(temporary / place, tree)
         for name, content in files.items():
             (temporary / name).write_text(content, encoding="utf-8")
         temporary.rename(folder)

@@ -6,15 +6,15 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 from transformer_jax.architecture import DType, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.machine import cache_folder
 from transformer_jax.pretrained.extra import load_extra
 from transformer_jax.pretrained.gguf import config_of_gguf, load_gguf
-from transformer_jax.pretrained.huggingface import Pretrained, config_of_folder, load_folder, read_json
+from transformer_jax.pretrained.huggingface import Pretrained, config_of_folder, load_folder
 from transformer_jax.pretrained.parameters import Report, no_report
+from transformer_jax.pretrained.pooling import Pooling, read_pooling
 from transformer_jax.sharding import Mesh
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -38,32 +38,9 @@ def config_of_published(name: str) -> ModelConfig:
     return config_of_folder(path) if path.is_dir() else config_of_gguf(path)
 
 
-def pooling_of_published(name: str) -> Literal["mean", "first"]:
-    """Tell how a model makes one vector of a text: as sentence-transformers' files in its folder say, or the mean.
-
-    Raises `UserError` for another way than the mean or the first token, and for layers behind it.
-    """
-    folder = _find(name)
-    steps, pooling = folder / "modules.json", folder / "1_Pooling" / "config.json"
-    if steps.exists():
-        unknown = re.findall(
-            r'"type"\s*:\s*"(?:[\w.]*\.)?(?!Transformer"|Pooling"|Normalize")(\w+)"', steps.read_text()
-        )
-        if unknown:
-            raise UserError(f"{steps}: the vectors of this model pass through {unknown[0]}, which this version cannot")
-    if not pooling.exists():
-        return "mean"
-    modes: dict[str, Literal["mean", "first"]] = {
-        "pooling_mode_mean_tokens": "mean",
-        "pooling_mode_cls_token": "first",
-    }
-    tree = read_json(pooling)
-    chosen = [mode for mode, on in tree.items() if mode.startswith("pooling_mode_") and on is True]
-    if len(chosen) != 1 or chosen[0] not in modes:
-        raise UserError(
-            f"{pooling}: it asks for {', '.join(chosen) or 'no pooling'}; expected one of {', '.join(modes)}"
-        )
-    return modes[chosen[0]]
+def pooling_of_published(name: str) -> Pooling:
+    """Tell how such a model makes one vector of a text (pooling.py)."""
+    return read_pooling(_find(name))
 
 
 def _find(name: str) -> Path:

@@ -1,12 +1,13 @@
 """Any model by its name, ready to use: a run of ours, or what somebody else has published."""
 
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from transformer_jax.architecture import DType, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import Model, Params, build
 from transformer_jax.pretrained.parameters import Report, no_report
+from transformer_jax.pretrained.pooling import Pooling
 from transformer_jax.pretrained.source import config_of_published, load_published, pooling_of_published
 from transformer_jax.sharding import Mesh
 from transformer_jax.text.tokenizer import Tokenizer
@@ -30,7 +31,7 @@ def config_of_model(name: str | Path) -> ModelConfig:
     return recorded_config(Path(name)).model if is_run(Path(name)) else config_of_published(str(name))
 
 
-def pooling_of_model(name: str | Path) -> Literal["mean", "first"]:
+def pooling_of_model(name: str | Path) -> Pooling:
     """Tell how such a model makes one vector of a text: as what was published says, and else the mean."""
     return "mean" if is_run(Path(name)) else pooling_of_published(str(name))
 
