@@ -18,6 +18,8 @@ from transformer_jax.settings import check, check_types
 DType = Literal["float32", "bfloat16"]
 LayerKind = Literal["global", "local"]
 
+MOST_LAYERS = 4096
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -188,7 +190,7 @@ class ModelConfig:
             check(self, name, getattr(self, name) >= 0, "at least 0")
         for name in ("dropout", "attention_dropout"):
             check(self, name, 0 <= getattr(self, name) < 1, "at least 0 and less than 1")
-        check(self, "num_layers", self.num_layers <= 4096, "at most 4096")
+        check(self, "num_layers", self.num_layers <= MOST_LAYERS, f"at most {MOST_LAYERS}")
         for name in ("max_seq_len", "d_model", "d_ff", "num_heads", "head_dim", "vocab_size", "window"):
             check(self, name, (getattr(self, name) or 0) < 2**30, "less than 2**30")
         for name in ("vocab_multiple", "num_token_types", "num_experts"):

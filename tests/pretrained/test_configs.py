@@ -123,10 +123,14 @@ def test_every_layer_of_qwen_3_with_experts_has_the_window():
         ("gpt-neox", {"rotary_pct": 0.5, "partial_rotary_factor": 1.0}, "partial_rotary_factor is 1.0"),
         ("llama", {"rotary_emb_base": 77.0}, "rotary_emb_base is 77.0, a setting that this version does not know"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "expected a rope_type of 'default'"),
-        ("llama", {"hidden_act": ["silu"]}, "a setting has a value of the wrong kind"),
-        ("gemma2", {"query_pre_attn_scalar": 0}, "a setting has a value of the wrong kind"),
-        ("gemma2", {"layer_types": 1.5}, "a setting has a value of the wrong kind"),
+        ("llama", {"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]; expected one of"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0; expected a number of more than 0"),
+        ("gemma2", {"layer_types": 1.5}, "layer_types is 1.5; expected 2 times one of"),
         ("llama", {"num_hidden_layers": 10**30}, "num_layers is 10+; expected at most 4096"),
+        ("mixtral", {"num_hidden_layers": 10**30}, "num_layers is 10+; expected at most 4096"),
+        ("gemma3", {"num_hidden_layers": 10**30, "layer_types": ABSENT}, "num_layers is 10+; expected at most 4096"),
+        ("phi3", {"num_hidden_layers": "two"}, "num_hidden_layers is 'two'; expected a number of more than 0"),
+        ("llama-yarn", {"max_position_embeddings": [9]}, r"max_position_embeddings is \[9\]; expected a number"),
     ],
 )
 def test_what_transformers_would_read_otherwise_is_refused(name, settings, message):

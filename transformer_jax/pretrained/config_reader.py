@@ -1,5 +1,6 @@
 """Reading a config.json so that nothing in it is overlooked, and what all families call by the same names."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -147,6 +148,13 @@ class Settings:
             raise UserError(f"{self._where}: the setting {name!r} is missing")
         return default
 
+    def number(self, name: str, default: Any = REQUIRED) -> Any:
+        """The value of a setting that something is computed from: a positive number, or the default."""
+        value = self.take(name, default)
+        if value is not default and (type(value) not in (int, float) or not 0 < value < math.inf):
+            raise self.refuse(name, "a number of more than 0")
+        return value
+
     def take_unless_absent(self, name: str, default: Any) -> Any:
         """The value of a setting, which may be null; the default where it is absent."""
         self._taken.add(name)
@@ -210,7 +218,7 @@ THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_
 
 def read_activation(settings: Settings, name: str, default: str) -> str:
     found = settings.take(name, default)
-    if found not in ACTIVATIONS:
+    if not isinstance(found, str) or found not in ACTIVATIONS:
         raise settings.refuse(name, "one of " + ", ".join(ACTIVATIONS))
     return ACTIVATIONS[found]
 
@@ -223,7 +231,7 @@ def read_dtype(settings: Settings) -> str:
 
 def read_sizes(settings: Settings) -> dict[str, Any]:
     """The fields of SIZES, and the precision."""
-    return {ours: settings.take(theirs) for ours, theirs in SIZES.items()} | {"dtype": read_dtype(settings)}
+    return {ours: settings.number(theirs) for ours, theirs in SIZES.items()} | {"dtype": read_dtype(settings)}
 
 
 def write_sizes(c: ModelConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from transformer_jax.architecture import LayerKind, ModelConfig
+from transformer_jax.architecture import MOST_LAYERS, LayerKind, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.pretrained.config_reader import (
     THEIR_ACTIVATIONS,
@@ -57,8 +57,8 @@ def _read_layers(
     if types is None:
         pattern = tuple(KINDS["sliding_attention" if window and old(i) else "full_attention"] for i in _layers(fields))
     else:
-        unknown = [kind for kind in types if kind not in KINDS]
-        if unknown or len(types) != fields["num_layers"]:
+        known = isinstance(types, list) and all(isinstance(kind, str) and kind in KINDS for kind in types)
+        if not known or len(types) != fields["num_layers"]:
             raise settings.refuse("layer_types", f"{fields['num_layers']} times one of {', '.join(KINDS)}")
         pattern = tuple(KINDS[kind] for kind in types)
         if not listed and pattern != tuple(KINDS["sliding_attention" if window else "full_attention"] for _ in pattern):
@@ -70,7 +70,8 @@ def _read_layers(
 
 
 def _layers(fields: Tree) -> range:
-    return range(fields["num_layers"])
+    # More are refused later, and would first be counted out one by one.
+    return range(min(fields["num_layers"], MOST_LAYERS))
 
 
 def _write_layers(c: ModelConfig) -> Tree:
@@ -220,7 +221,7 @@ def read_gemma2(
         | _read_layers(settings, fields, old=lambda layer: layer % 2 == 0)
         | {
             "residual": "pre_and_post",
-            "query_scale": settings.take("query_pre_attn_scalar", 256) ** -0.5,
+            "query_scale": settings.number("query_pre_attn_scalar", 256) ** -0.5,
             "attention_softcap": settings.take_unless_absent("attn_logit_softcapping", softcaps[0]),
             "logit_softcap": settings.take_unless_absent("final_logit_softcapping", softcaps[1]),
         }
@@ -331,7 +332,7 @@ def read_gpt2(settings: Settings) -> Tree:
     settings.expect("is_causal", True)
     settings.expect("scale_attn_weights", True)
     settings.expect("scale_attn_by_inverse_layer_idx", False)
-    width = settings.take("n_embd", 768)
+    width = settings.number("n_embd", 768)
     return {
         "vocab_size": settings.take("vocab_size", 50257),
         "max_seq_len": settings.take("n_positions", 1024),

@@ -203,17 +203,17 @@ def _read_sizes(settings: Settings, file: GGUFFile, path: Path) -> Tree:
         raise UserError(f"{path}: the tensor 'token_embd.weight' is missing, or is no table")
     settings.expect("vocab_size", table.shape[0])
     types = file.tensors.get("token_types.weight")
-    heads = settings.take("attention.head_count")
-    width = settings.take("embedding_length")
-    head = settings.take("attention.key_length", width // heads if isinstance(heads, int) and heads else None)
+    heads = settings.number("attention.head_count")
+    width = settings.number("embedding_length")
+    head = settings.number("attention.key_length", max(1, width // heads))
     settings.expect("attention.value_length", head)
-    eps = settings.take("attention.layer_norm_rms_epsilon", settings.take("attention.layer_norm_epsilon", 1e-5))
+    eps = settings.number("attention.layer_norm_rms_epsilon", settings.number("attention.layer_norm_epsilon", 1e-5))
     return {
         "vocab_size": table.shape[0],
-        "max_seq_len": settings.take("context_length"),
-        "num_layers": settings.take("block_count"),
+        "max_seq_len": settings.number("context_length"),
+        "num_layers": settings.number("block_count"),
         "d_model": width,
-        "d_ff": settings.take("feed_forward_length", 1),
+        "d_ff": settings.number("feed_forward_length", 1),
         "num_heads": heads,
         "num_kv_heads": settings.take("attention.head_count_kv", heads),
         "head_dim": head,
@@ -223,7 +223,7 @@ def _read_sizes(settings: Settings, file: GGUFFile, path: Path) -> Tree:
         "tie_embeddings": "output.weight" not in file.tensors,
         "attention_bias": _biases(file.tensors),
         "rope_theta": settings.take("rope.freq_base", 10_000.0),
-        "rope_fraction": _fraction(settings.take("rope.dimension_count", head), head),
+        "rope_fraction": _fraction(settings.number("rope.dimension_count", head), head),
         "rope_scaling": _read_scaling(settings),
     }
 
@@ -242,7 +242,7 @@ def _biases(tensors: Mapping[str, GGUFTensor]) -> str:
 
 def _read_scaling(settings: Settings) -> RopeScaling:
     kind = settings.take("rope.scaling.type", "linear")
-    factor = settings.take("rope.scaling.factor", 1.0)
+    factor = settings.number("rope.scaling.factor", 1.0)
     original = settings.take("rope.scaling.original_context_length", None)
     if kind == "none" or factor == 1:
         return RopeScaling()

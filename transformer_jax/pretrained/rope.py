@@ -28,7 +28,7 @@ def read_rope(settings: Settings, *, theta: float = 10_000.0, fraction: float | 
     `theta` is the family's own base. `fraction` is the part of a head that is rotated unless the file says otherwise;
     without it the family rotates all.
     """
-    longest = settings.take("max_position_embeddings")
+    longest = settings.number("max_position_embeddings")
     theta = settings.take("rope_theta", theta)
     part = 1.0 if fraction is None else settings.take("partial_rotary_factor", fraction)
     local_theta = settings.take("rope_local_base_freq", None)
@@ -66,10 +66,10 @@ def read_rope(settings: Settings, *, theta: float = 10_000.0, fraction: float | 
 def _read_scaling(rope: Settings, longest: int) -> tuple[RopeScaling, int]:
     """The scaling, and the context that the model then reaches."""
     name = rope.take("rope_type", rope.take("type", "default"))
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         raise rope.refuse("rope_type" if "rope_type" in rope else "type", "one of " + ", ".join(KINDS))
     kind: Any = KINDS[name]
-    original = rope.take("original_max_position_embeddings", longest)
+    original = rope.number("original_max_position_embeddings", longest)
     if kind == "none":
         return RopeScaling(), longest
     given = {field: rope.take(field, None) for field in OF_KIND[kind]}
@@ -78,10 +78,10 @@ def _read_scaling(rope: Settings, longest: int) -> tuple[RopeScaling, int]:
         return RopeScaling(kind, rope.take("factor")), longest
     if kind == "dynamic":
         # The config gives the context that the model was trained to; the factor says how far it then reaches.
-        factor = rope.take("factor")
+        factor = rope.number("factor")
         return RopeScaling(kind, factor, longest), int(longest * factor)
     # The context of the config is already the scaled one.
-    factor = rope.take("factor", longest / original if kind == "yarn" else None)
+    factor = rope.number("factor", longest / original if kind == "yarn" else None)
     return RopeScaling(kind, float(factor), original, **settings), longest
 
 
