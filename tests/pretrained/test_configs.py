@@ -129,8 +129,8 @@ def test_every_layer_of_qwen_3_with_experts_has_the_window():
         ("llama", {"num_hidden_layers": 10**30}, "num_layers is 10+; expected at most 4096"),
         ("mixtral", {"num_hidden_layers": 10**30}, "num_layers is 10+; expected at most 4096"),
         ("gemma3", {"num_hidden_layers": 10**30, "layer_types": ABSENT}, "num_layers is 10+; expected at most 4096"),
-        ("phi3", {"num_hidden_layers": "two"}, "num_hidden_layers is 'two'; expected a number of more than 0"),
-        ("llama-yarn", {"max_position_embeddings": [9]}, r"max_position_embeddings is \[9\]; expected a number"),
+        ("phi3", {"num_hidden_layers": "two"}, "num_hidden_layers is 'two'; expected a whole number of more"),
+        ("llama-yarn", {"max_position_embeddings": [9]}, r"max_position_embeddings is \[9\]; expected a whole number"),
     ],
 )
 def test_what_transformers_would_read_otherwise_is_refused(name, settings, message):

@@ -148,11 +148,18 @@ class Settings:
             raise UserError(f"{self._where}: the setting {name!r} is missing")
         return default
 
+    def size(self, name: str, default: Any = REQUIRED) -> Any:
+        """The value of a setting that counts something, or the default."""
+        return self._positive(name, default, "a whole number", (int,))
+
     def number(self, name: str, default: Any = REQUIRED) -> Any:
-        """The value of a setting that something is computed from: a positive number, or the default."""
+        """The value of a setting that something is computed from, or the default."""
+        return self._positive(name, default, "a number", (int, float))
+
+    def _positive(self, name: str, default: Any, what: str, kinds: Collection[type]) -> Any:
         value = self.take(name, default)
-        if value is not default and (type(value) not in (int, float) or not 0 < value < math.inf):
-            raise self.refuse(name, "a number of more than 0")
+        if value is not default and (type(value) not in kinds or not 0 < value < math.inf):
+            raise self.refuse(name, f"{what} of more than 0")
         return value
 
     def take_unless_absent(self, name: str, default: Any) -> Any:
@@ -231,7 +238,7 @@ def read_dtype(settings: Settings) -> str:
 
 def read_sizes(settings: Settings) -> dict[str, Any]:
     """The fields of SIZES, and the precision."""
-    return {ours: settings.number(theirs) for ours, theirs in SIZES.items()} | {"dtype": read_dtype(settings)}
+    return {ours: settings.size(theirs) for ours, theirs in SIZES.items()} | {"dtype": read_dtype(settings)}
 
 
 def write_sizes(c: ModelConfig) -> dict[str, Any]:

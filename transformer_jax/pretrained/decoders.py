@@ -332,7 +332,7 @@ def read_gpt2(settings: Settings) -> Tree:
     settings.expect("is_causal", True)
     settings.expect("scale_attn_weights", True)
     settings.expect("scale_attn_by_inverse_layer_idx", False)
-    width = settings.number("n_embd", 768)
+    width = settings.size("n_embd", 768)
     return {
         "vocab_size": settings.take("vocab_size", 50257),
         "max_seq_len": settings.take("n_positions", 1024),

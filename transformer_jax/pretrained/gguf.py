@@ -203,17 +203,17 @@ def _read_sizes(settings: Settings, file: GGUFFile, path: Path) -> Tree:
         raise UserError(f"{path}: the tensor 'token_embd.weight' is missing, or is no table")
     settings.expect("vocab_size", table.shape[0])
     types = file.tensors.get("token_types.weight")
-    heads = settings.number("attention.head_count")
-    width = settings.number("embedding_length")
-    head = settings.number("attention.key_length", max(1, width // heads))
+    heads = settings.size("attention.head_count")
+    width = settings.size("embedding_length")
+    head = settings.size("attention.key_length", max(1, width // heads))
     settings.expect("attention.value_length", head)
     eps = settings.number("attention.layer_norm_rms_epsilon", settings.number("attention.layer_norm_epsilon", 1e-5))
     return {
         "vocab_size": table.shape[0],
-        "max_seq_len": settings.number("context_length"),
-        "num_layers": settings.number("block_count"),
+        "max_seq_len": settings.size("context_length"),
+        "num_layers": settings.size("block_count"),
         "d_model": width,
-        "d_ff": settings.number("feed_forward_length", 1),
+        "d_ff": settings.size("feed_forward_length", 1),
         "num_heads": heads,
         "num_kv_heads": settings.take("attention.head_count_kv", heads),
         "head_dim": head,
@@ -223,7 +223,7 @@ def _read_sizes(settings: Settings, file: GGUFFile, path: Path) -> Tree:
         "tie_embeddings": "output.weight" not in file.tensors,
         "attention_bias": _biases(file.tensors),
         "rope_theta": settings.take("rope.freq_base", 10_000.0),
-        "rope_fraction": _fraction(settings.number("rope.dimension_count", head), head),
+        "rope_fraction": _fraction(settings.size("rope.dimension_count", head), head),
         "rope_scaling": _read_scaling(settings),
     }
 

@@ -28,7 +28,7 @@ def read_rope(settings: Settings, *, theta: float = 10_000.0, fraction: float | 
     `theta` is the family's own base. `fraction` is the part of a head that is rotated unless the file says otherwise;
     without it the family rotates all.
     """
-    longest = settings.number("max_position_embeddings")
+    longest = settings.size("max_position_embeddings")
     theta = settings.take("rope_theta", theta)
     part = 1.0 if fraction is None else settings.take("partial_rotary_factor", fraction)
     local_theta = settings.take("rope_local_base_freq", None)
@@ -69,7 +69,7 @@ def _read_scaling(rope: Settings, longest: int) -> tuple[RopeScaling, int]:
     if not isinstance(name, str) or name not in KINDS:
         raise rope.refuse("rope_type" if "rope_type" in rope else "type", "one of " + ", ".join(KINDS))
     kind: Any = KINDS[name]
-    original = rope.number("original_max_position_embeddings", longest)
+    original = rope.size("original_max_position_embeddings", longest)
     if kind == "none":
         return RopeScaling(), longest
     given = {field: rope.take(field, None) for field in OF_KIND[kind]}
