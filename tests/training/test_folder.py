@@ -91,5 +91,5 @@ def test_a_name_that_is_no_text_is_refused(tmp_path):
 
 
 def test_what_is_no_run_cannot_be_opened(tmp_path):
-    with pytest.raises(UserError, match="is not a run folder"):
+    with pytest.raises(UserError, match="holds no model, neither a run nor a published one"):
         open_trained(tmp_path)

@@ -47,7 +47,7 @@ def convert(
             f"a parameter is {wrong[0]:g} or no number, and {held} holds numbers of up to {jnp.finfo(held).max:g} alone"
         )
     c, params = without_padding(c, params)
-    if to.suffix == ".gguf":
+    if to.suffix.lower() == ".gguf":
         save_gguf(to, c, params, tokenizer, GGUF_TYPES[dtype], pooling)
         return
     if dtype == "q8_0":

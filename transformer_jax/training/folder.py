@@ -133,7 +133,10 @@ def recorded_config(folder: Path) -> RunConfig:
     """Read the configuration of a run. Raises `UserError` when the folder is none."""
     config = _recorded_config(folder) if folder.is_dir() else None
     if config is None:
-        raise UserError(f"{folder} is not a run folder (it has no config.json); train one with train.py --run {folder}")
+        raise UserError(
+            f"{folder} holds no model, neither a run nor a published one: it has no config.json; train one with"
+            f" train.py --run {folder}"
+        )
     return config
 
 
