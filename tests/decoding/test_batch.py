@@ -453,7 +453,8 @@ class TestProcesses:
             "seed is -1; expected at least 0 and less than 2**32",
         ]
 
-    @pytest.mark.parametrize("kills", [1, pytest.param(6, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kills", [1, 6])
     def test_killed_and_run_again_nothing_is_lost_or_doubled(self, repository: Path, tmp_path: Path, kills: int):
         source, target, whole = self.write_prompts(tmp_path / "p", 40), tmp_path / "out", tmp_path / "whole"
         for kill in range(kills):

@@ -259,6 +259,7 @@ class TestEnd:
             (completion,) = generate(self.MODEL, self.PARAMS, [[22]], one, vocab_limit=25)
             assert max(completion.tokens) == 24
 
+    @pytest.mark.slow
     def test_the_last_token_of_the_context_is_the_models_too(self):
         model, params = make_model()
         prompt = random_prompts(1, 1)[0] * 60

@@ -164,6 +164,7 @@ def test_a_token_of_no_weight_is_never_drawn():
     assert set(np.unique(drawn).tolist()) == {3, 500, 998}
 
 
+@pytest.mark.slow
 def test_a_row_depends_on_nothing_but_itself():
     logits = 3 * jax.random.normal(jax.random.key(5), (6, 50))
     mix = [

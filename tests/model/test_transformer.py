@@ -277,7 +277,7 @@ def tiled(params, c, heads):
     return params
 
 
-@pytest.mark.parametrize("K", [1, 2, 4])
+@pytest.mark.parametrize("K", [1, *(pytest.param(K, marks=pytest.mark.slow) for K in (2, 4))])
 def test_grouped_heads_are_full_heads_that_share(K):
     """With as many KV heads as query heads grouped-query attention is multi-head attention; with one, multi-query."""
     grouped = dataclasses.replace(LLAMA, num_kv_heads=K)
@@ -300,6 +300,7 @@ def gradient(c, params, tokens, dropout_key=None):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
+@pytest.mark.slow
 def test_remat_is_plain_with_dropout_too():
     c = dataclasses.replace(LLAMA, dropout=0.3)
     tokens, key = jnp.asarray(random_tokens(2, 8)), jax.random.key(3)

@@ -167,6 +167,7 @@ def test_more_layers_than_tensors_are_refused_at_once(tmp_path):
         load_folder(tmp_path)
 
 
+@pytest.mark.slow
 def test_rows_that_pad_the_vocabulary_are_not_published(tmp_path):
     c = ModelConfig(
         vocab_size=300,
@@ -191,6 +192,7 @@ def test_rows_that_pad_the_vocabulary_are_not_published(tmp_path):
     np.testing.assert_array_equal(logits(build(again.config), again.params), logits(build(c), params))
 
 
+@pytest.mark.slow
 def test_what_a_format_cannot_hold_is_refused(tmp_path):
     c = ModelConfig(vocab_size=300, max_seq_len=32, num_layers=1, d_model=16, d_ff=32, num_heads=2, dtype="float32")
     params = build(c).init(jax.random.key(0))

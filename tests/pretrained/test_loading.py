@@ -79,7 +79,9 @@ SMALL = ModelConfig(
 )
 
 
-@pytest.mark.parametrize("name", ["llama.gguf", "llama", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama.gguf", *(pytest.param(x, marks=pytest.mark.slow) for x in ("llama", "mixtral"))]
+)
 def test_each_parameter_goes_straight_to_the_devices_that_hold_it(name, tmp_path):
     c = dataclasses.replace(SMALL, num_experts=4, experts_per_token=2) if name == "mixtral" else SMALL
     params = build(c).init(jax.random.key(0))

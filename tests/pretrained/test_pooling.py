@@ -40,7 +40,7 @@ def test_the_folder_says_how(tmp_path):
     assert pooling_of_model(folder(tmp_path, {"pooling_mode_mean_tokens": True})) == "mean"
 
 
-@pytest.mark.parametrize("pooling", ["mean", "first"])
+@pytest.mark.parametrize("pooling", ["first", pytest.param("mean", marks=pytest.mark.slow)])
 def test_a_model_written_says_it_too(tmp_path, pooling):
     loaded = load_folder(BERT)
     c = dataclasses.replace(loaded.config, vocab_size=257)

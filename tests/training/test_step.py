@@ -65,6 +65,7 @@ def test_padding_weighs_nothing():
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), a[0].params, b[0].params)
 
 
+@pytest.mark.slow
 def test_dropout_is_new_in_each_step_and_the_same_in_each_run():
     c = dataclasses.replace(C, dropout=0.5)
     frozen = make_optimizer(OptimizerConfig(learning_rate=1e-30), steps=100)
