@@ -54,17 +54,26 @@ class Linear(nn.Module):
     axes: tuple[str, str]
     use_bias: bool
     gain: float = 1.0
-    out: jax.typing.DTypeLike | None = None
-    """The dtype of y; None: that of x."""
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         fan_in = x.shape[-1]
         normal = nn.initializers.truncated_normal(self.gain * fan_in**-0.5)
-        y = product(x, declare(self, "weight", normal, self.axes, (fan_in, self.features)), self.out)
+        y = product(x, declare(self, "weight", normal, self.axes, (fan_in, self.features)))
         if self.use_bias:
             y = y + declare(self, "bias", nn.initializers.zeros, self.axes[1:], (self.features,)).astype(y.dtype)
         return y
+
+
+class Weight(nn.Module):
+    """A `Linear`'s weight [I O], for whoever multiplies with it elsewhere."""
+
+    shape: tuple[int, int]
+    axes: tuple[str, str]
+
+    @nn.compact
+    def __call__(self) -> Array:
+        return declare(self, "weight", nn.initializers.truncated_normal(self.shape[0] ** -0.5), self.axes, self.shape)
 
 
 @struct.dataclass

@@ -12,11 +12,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from transformer_jax.architecture import LayerKind, ModelConfig
 from transformer_jax.errors import UserError
-from transformer_jax.model.block import Block, Context, Linear, Norm, declare
+from transformer_jax.model.block import Block, Context, Linear, Norm, Weight, declare
 from transformer_jax.model.cache import KVCache, empty_cache, write_positions
 from transformer_jax.model.experts import Routing
-from transformer_jax.model.layers import ACTIVATIONS, dropout, product_with_table
+from transformer_jax.model.layers import ACTIVATIONS, dropout
 from transformer_jax.model.masks import MaskSpec, may_attend
+from transformer_jax.model.output import OutputLayer, logits_of
 from transformer_jax.model.positions import Rotation, last_positions, rotation, sinusoids
 from transformer_jax.sharding import constrain
 
@@ -57,6 +58,9 @@ class Model(NamedTuple):
     max_seq_len: int
     pool: Callable[..., Array] | None = None
     """pool(params, hidden[... D]) -> [... D], BERT's layer over the first token; None where there is none."""
+    before_logits: Callable[..., tuple[Array, OutputLayer]] | None = None
+    """before_logits(params, hidden[... D]) -> ([... D], output layer), what `unembed` makes logits of, with rows of the
+    vocabulary behind V that are no ids; None in a model that has no such layer."""
 
 
 def check_options(
@@ -97,7 +101,7 @@ class Transformer(nn.Module):
         if c.pooler:
             self.pooler = Linear(c.D, ("embed", "embed_out"), use_bias=True)
         if not c.tie_embeddings:
-            self.output = Linear(c.table_rows, ("embed", "vocab"), use_bias=False, out=jnp.float32)
+            self.output = Weight((c.D, c.table_rows), ("embed", "vocab"))
         if c.output_bias:
             self.bias = declare(self, "output_bias", nn.initializers.zeros, ("vocab",), (c.table_rows,))
 
@@ -171,17 +175,21 @@ class Transformer(nn.Module):
             cache = KVCache(tuple(k for k, _ in written), tuple(v for _, v in written), k_positions)
         return Output(hidden, cache, jax.tree.map(lambda *layers: jnp.stack(layers), *routings) if c.E else None)
 
-    def unembed(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
-        """logits = hidden table^T, or hidden w; with BERT's transformation before, and a bias and a soft cap behind."""
+    def before_logits(self, hidden: Float[Array, "*rows D"]) -> tuple[Float[Array, "*rows D"], OutputLayer]:
         c = self.config
         if c.output_transform:
             hidden = self.transform_norm(ACTIVATIONS[c.activation](self.transform(hidden)))
-        # The best of them lie so close to one another that rounding them to bfloat16 would make ties.
-        logits = product_with_table(hidden, self.table, jnp.float32) if c.tie_embeddings else self.output(hidden)
-        if c.output_bias:
-            logits = logits + self.bias
-        if c.logit_softcap is not None:
-            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        return hidden, OutputLayer(
+            table=self.table if c.tie_embeddings else None,
+            weight=None if c.tie_embeddings else self.output(),
+            bias=self.bias if c.output_bias else None,
+            softcap=c.logit_softcap,
+        )
+
+    def unembed(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows V"]:
+        c = self.config
+        features, layer = self.before_logits(hidden)
+        logits = logits_of(layer, features)
         return logits if c.table_rows == c.V else logits[..., : c.V]
 
     def pool(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
@@ -242,6 +250,9 @@ def build(config: ModelConfig) -> Model:
     def logical_axes() -> Any:
         return nn.get_partition_spec(_declared(config))
 
+    def before_logits(params: Params, hidden: Float[Array, "*rows D"]) -> tuple[Float[Array, "*rows D"], OutputLayer]:
+        return apply(params, hidden, method="before_logits")
+
     def pool(params: Params, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         return apply(params, hidden, method="pool")
 
@@ -254,6 +265,7 @@ def build(config: ModelConfig) -> Model:
         vocab_size=config.V,
         max_seq_len=config.max_seq_len,
         pool=pool if config.pooler else None,
+        before_logits=before_logits,
     )
 
 
