@@ -3,11 +3,15 @@
 This file knows nothing of arrays, files or devices.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
+from typing import Literal
 
 from transformer_jax.architecture import ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.settings import check, check_types
+
+RiskLevel = Literal["token", "sequence", "document"]
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,66 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is optimised: what a token costs, and what part of the costs counts."""
+
+    label_smoothing: float = 0.0
+    """Part of each target that is spread over the whole vocabulary."""
+    focal: float = 0.0
+    """gamma: a token counts (1 - p)^gamma times, so that what is known already counts less."""
+    z_loss: float = 0.0
+    """Weight of the squared log-normalizer, which keeps logits from drifting; it is reported apart."""
+    risk: Literal["mean", "quantile", "cvar", "entropic", "dro"] = "mean"
+    """What of the distribution of losses: its mean, one quantile, the mean of its tail, its exponential mean, or the
+    domains by how badly they do."""
+    level: RiskLevel = "token"
+    """What the distribution is of: tokens, rows of the batch, or the documents in them."""
+    quantile: float = 0.5
+    """risk quantile: the share of the losses that lies at or below the one that is optimised."""
+    alpha: float = 1.0
+    """risk cvar: the share of the losses, the worst, that the mean is taken of; 1 is the mean of all."""
+    beta: float = 1.0
+    """risk entropic: how strongly a larger loss counts more; towards 0 it is the mean."""
+    dro_rate: float = 0.01
+    """risk dro: how fast the weights of the domains follow their losses."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check(self, "label_smoothing", 0 <= self.label_smoothing < 1, "at least 0 and less than 1")
+        for name in ("focal", "z_loss"):
+            check(self, name, getattr(self, name) >= 0, "at least 0")
+        for name in ("quantile", "alpha"):
+            check(self, name, 0 < getattr(self, name) <= 1, "more than 0 and at most 1")
+        for name in ("beta", "dro_rate"):
+            check(self, name, getattr(self, name) > 0, "more than 0")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, risk in (("quantile", "quantile"), ("alpha", "cvar"), ("beta", "entropic"), ("dro_rate", "dro")):
+            used = self.risk == risk or getattr(self, name) == defaults[name]
+            check(self, name, used, f"{defaults[name]}: ObjectiveConfig.risk is {self.risk!r}")
+        plain = self.risk not in ("mean", "dro") or self.level == "token"
+        check(self, "level", plain, f"'token': ObjectiveConfig.risk is {self.risk!r}")
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether every loss counts alike."""
+        return self.risk == "mean" or (self.risk == "cvar" and self.alpha == 1)
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """How long to train, and what to show and keep on the way."""
 
     steps: int = 700
     """Optimizer updates."""
+    accumulate: int = 1
+    """Parts that a batch is taken in, one after the other, to need less memory; the gradient is the same."""
+    ema_decay: float | None = None
+    """A running mean of the parameters is kept, which keeps this much of itself at each update. None: there is none."""
+    skip_nonfinite: bool = False
+    """Whether a step whose loss or gradient is not finite changes nothing. Otherwise it ends the run."""
+    skip_spikes: float | None = None
+    """A step whose gradient is so many times longer than usual changes nothing, as one that is not finite. None: all
+    lengths do."""
     start_from: str | None = None
     """A model whose parameters and tokenizer the run begins with, named as for the other commands; --from for short.
     None: random parameters."""
@@ -105,6 +164,11 @@ class TrainingConfig:
         for name in ("steps", "eval_every", "checkpoint_every", "sample_tokens"):
             check(self, name, getattr(self, name) > 0, "more than 0")
         # With one checkpoint alone a damaged file would end the run.
+        check(self, "accumulate", self.accumulate > 0, "more than 0")
+        if self.ema_decay is not None:
+            check(self, "ema_decay", 0 <= self.ema_decay < 1, "at least 0 and less than 1, or null")
+        if self.skip_spikes is not None:
+            check(self, "skip_spikes", self.skip_spikes > 1, "more than 1, or null")
         check(self, "keep_checkpoints", self.keep_checkpoints >= 2, "at least 2")
         check(self, "seed", 0 <= self.seed < 2**32, "at least 0 and less than 2**32")
 
@@ -158,6 +222,7 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -169,6 +234,11 @@ class RunConfig:
             raise UserError(
                 f"DataConfig.tokenizer is {self.data.tokenizer!r} and TrainingConfig.start_from"
                 f" {self.training.start_from!r}; a run that starts from a model has tokenizer 'model', and no other has"
+            )
+        if self.data.batch_size % self.training.accumulate:
+            raise UserError(
+                f"TrainingConfig.accumulate is {self.training.accumulate}; expected a divisor of"
+                f" DataConfig.batch_size = {self.data.batch_size}"
             )
         if self.data.seq_len > self.model.max_seq_len:
             raise UserError(

@@ -52,6 +52,8 @@ class Batch(NamedTuple):
     """Number of the document within its window, from 1; 0 where there is padding."""
     loss_weights: Float32[np.ndarray | Array, "*B T"]
     """1 where there is a target, 0 where there is padding."""
+    domains: Int32[np.ndarray | Array, "*B T"] | None = None
+    """Number of the corpus that each token is from; None where there is one."""
 
 
 @dataclass(frozen=True, eq=False)

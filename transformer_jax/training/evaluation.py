@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Iterable
 
 import jax
+import jax.numpy as jnp
 
 from transformer_jax.model.transformer import Model, Params
 from transformer_jax.text.pipeline import Batch
-from transformer_jax.training.step import batch_loss
+from transformer_jax.training.step import batch_losses
 
 EvalStep = Callable[[Params, Batch], tuple[jax.Array, jax.Array]]
 
@@ -16,8 +17,9 @@ def make_eval_step(model: Model) -> EvalStep:
     """Return the pure (params, batch) -> (sum of nats, number of targets)."""
 
     def eval_step(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        total, weight, _ = batch_loss(model, params, batch)
-        return total, weight
+        losses, _ = batch_losses(model, params, batch)
+        weights = jnp.asarray(batch.loss_weights)
+        return jnp.sum(losses.nll * weights), jnp.sum(weights)
 
     return eval_step
 

@@ -134,15 +134,22 @@ def _make_progress(setup: Setup, start: int, peak: float, console: Console) -> T
 
 def _record(setup: Setup, step: int, metrics: Metrics, log: MetricsLog, progress: TrainingProgress) -> None:
     figures = {name: float(value) for name, value in metrics.items()}
-    for name in ("loss", "grad_norm"):
-        if not math.isfinite(figures[name]):
-            raise UserError(
-                f"the {name} is {figures[name]} at step {step}, which is not saved: begin a new run with a lower"
-                " OptimizerConfig.learning_rate, or look for another extreme setting"
-            )
-    rate: jax.typing.ArrayLike = learning_rate(setup.config.optimizer, setup.config.training.steps)(step - 1)
+    config, updates = setup.config.training, int(figures.pop("updates"))
+    lost = [name for name, value in figures.items() if not math.isfinite(value)]
+    if lost and not (config.skip_nonfinite or config.skip_spikes is not None):
+        raise UserError(
+            f"the {lost[0]} is {figures[lost[0]]} at step {step}, which is not saved: begin a new run with a lower"
+            " OptimizerConfig.learning_rate, look for another extreme setting, or skip such steps"
+            " (TrainingConfig.skip_nonfinite)"
+        )
+    # The schedule counts updates: a step that is skipped does not bring it forward.
+    rate: jax.typing.ArrayLike = learning_rate(setup.config.optimizer, config.steps)(max(updates - 1, 0))
     figures["learning_rate"] = jax.numpy.asarray(rate).item()
+    if updates < step:
+        figures["skipped"] = step - updates
     progress.advance(step, figures["loss"], figures["tokens"])
+    # JSON has no name for what is not finite.
+    figures = {name: value for name, value in figures.items() if name not in lost}
     if progress.tokens_per_s is not None:
         figures["tokens_per_s"] = round(progress.tokens_per_s, 1)
     log.write(step, **figures)

@@ -20,7 +20,7 @@ from transformer_jax.text.pipeline import Batch, Windows, make_batches, make_win
 from transformer_jax.training.evaluation import EvalStep, make_eval_step
 from transformer_jax.training.folder import Run
 from transformer_jax.training.optimizer import make_optimizer
-from transformer_jax.training.step import RouterWeights, TrainState, TrainStep, compile_train_step, init_state
+from transformer_jax.training.step import StepConfig, TrainState, TrainStep, compile_train_step, init_state
 
 
 class Setup(NamedTuple):
@@ -68,7 +68,8 @@ def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None)
     _warn_of_loss(run)
     optimizer = make_optimizer(config.optimizer, config.training.steps)
     rows = batch_sharding(mesh, config.data.batch_size)
-    init = _make_init(model, optimizer, config.training.seed, mesh)
+    step = step_config(config)
+    init = _make_init(model, optimizer, config.training.seed, mesh, step)
     shapes = jax.eval_shape(init)
     return Setup(
         config=config,
@@ -79,11 +80,23 @@ def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None)
         compressors=compressed_sizes(run.split.heldout),
         shapes=shapes,
         init=init if own_params is None else _starting_from(own_params, init, shapes),
-        train_step=compile_train_step(
-            model, optimizer, config.model.dtype, RouterWeights(config.model.balance_loss, config.model.router_z_loss)
-        ),
+        train_step=compile_train_step(model, optimizer, config.model.dtype, step),
         eval_step=jax.jit(make_eval_step(model)),
         place_batch=lambda batch: jax.device_put(batch, rows),
+    )
+
+
+def step_config(config: RunConfig) -> StepConfig:
+    """What of a run's settings the step takes."""
+    c, training = config.model, config.training
+    return StepConfig(
+        objective=config.objective,
+        balance=c.balance_loss if c.num_experts else 0.0,
+        router_z=c.router_z_loss if c.num_experts else 0.0,
+        accumulate=training.accumulate,
+        ema_decay=training.ema_decay,
+        skip_nonfinite=training.skip_nonfinite,
+        skip_spikes=training.skip_spikes,
     )
 
 
@@ -113,10 +126,10 @@ def _check_memory(config: RunConfig) -> None:
 
 
 def _make_init(
-    model: Model, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh
+    model: Model, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh, step: StepConfig
 ) -> Callable[[], TrainState]:
     def init() -> TrainState:
-        return init_state(model, optimizer, jax.random.key(seed))
+        return init_state(model, optimizer, jax.random.key(seed), step)
 
     shapes = jax.eval_shape(init)
     params = param_shardings(mesh, model.logical_axes(), shapes.params)
@@ -124,7 +137,9 @@ def _make_init(
     moments: Any = optax.tree.map_params(
         optimizer, lambda _, sharding: sharding, shapes.opt_state, params, transform_non_params=lambda _: whole
     )
-    shardings: Any = shapes._replace(params=params, opt_state=moments, step=whole, key=whole)
+    kept: Any = jax.tree.map(lambda _: whole, shapes)
+    ema = None if shapes.ema is None else params
+    shardings: Any = kept._replace(params=params, opt_state=moments, ema=ema)
     return jax.jit(init, out_shardings=shardings)
 
 

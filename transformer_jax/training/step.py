@@ -6,14 +6,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from transformer_jax.architecture import DType
+from transformer_jax.config import ObjectiveConfig
 from transformer_jax.machine import training_options
 from transformer_jax.model.experts import Routing
 from transformer_jax.model.transformer import Model, Params
 from transformer_jax.text.pipeline import Batch
-from transformer_jax.training.objectives import load_balancing_loss, next_token_loss, router_z_loss
+from transformer_jax.training.objectives import (
+    Sums,
+    load_balancing_loss,
+    objective_sums,
+    router_z_loss,
+    token_costs,
+)
+from transformer_jax.training.risk import domain_ratios, risk_ratios
+from transformer_jax.training.token_losses import TokenLosses, token_losses
 
 Metrics = dict[str, Array]
 TrainStep = Callable[["TrainState", Batch], tuple["TrainState", Metrics]]
@@ -25,35 +34,71 @@ class TrainState(NamedTuple):
     params: Params
     opt_state: Any
     step: Int[Array, ""]
-    """Updates that have been made."""
+    """Batches that have been taken."""
+    updates: Int[Array, ""]
+    """Batches that changed the parameters: all but those without a target, and those that were skipped."""
+    usual_norm: Float[Array, ""]
+    """A running mean of the gradient's norm over the updates, not yet divided by what its weights sum to."""
     key: PRNGKeyArray
     """Never changes; a step's randomness is fold_in(key, step)."""
+    ema: Params | None = None
+    """A running mean of the parameters; None where none is kept."""
+    beliefs: Float[Array, " G"] | None = None
+    """How much each domain counts, where that follows its losses."""
 
 
-def init_state(model: Model, optimizer: optax.GradientTransformation, key: PRNGKeyArray) -> TrainState:
+class StepConfig(NamedTuple):
+    """What the step does with a batch, apart from the model and the optimizer."""
+
+    objective: ObjectiveConfig = ObjectiveConfig()
+    balance: float = 0.0
+    """Weight of the routers' load-balancing loss."""
+    router_z: float = 0.0
+    """Weight of the routers' z-loss."""
+    accumulate: int = 1
+    """Parts that a batch is taken in, one after the other."""
+    ema_decay: float | None = None
+    """What the running mean of the parameters keeps of itself at each update."""
+    skip_nonfinite: bool = False
+    """Whether a step with a gradient that is not finite changes nothing."""
+    skip_spikes: float | None = None
+    """How many times its usual norm a gradient may have; a longer one changes nothing."""
+
+
+PLAIN = StepConfig()
+
+USUAL_DECAY = 0.99
+"""Of the running mean of the gradient's norm."""
+FIRST_SPIKE = 20
+"""Updates after which there is a usual norm."""
+
+
+def init_state(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    key: PRNGKeyArray,
+    config: StepConfig = PLAIN,
+    domains: int = 1,
+) -> TrainState:
     """Make the state before the first step."""
     init_key, step_key = jax.random.split(key)
     params = model.init(init_key)
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32), step_key)
+    return TrainState(
+        params=params,
+        opt_state=optimizer.init(params),
+        step=jnp.zeros((), jnp.int32),
+        updates=jnp.zeros((), jnp.int32),
+        usual_norm=jnp.zeros((), jnp.float32),
+        key=step_key,
+        ema=None if config.ema_decay is None else jax.tree.map(jnp.copy, params),
+        beliefs=jnp.full(domains, 1 / domains) if config.objective.risk == "dro" else None,
+    )
 
 
-class RouterWeights(NamedTuple):
-    """How much the losses of a model's routers count beside its own."""
-
-    balance: float = 0.0
-    z: float = 0.0
-
-
-UNWEIGHTED = RouterWeights()
-
-
-def batch_loss(
+def batch_losses(
     model: Model, params: Params, batch: Batch, dropout_key: PRNGKeyArray | None = None
-) -> tuple[Array, Array, Routing | None]:
-    """Predict every next token of the batch at once (teacher forcing).
-
-    Returns the sums of the loss and the weights, and what the routers did.
-    """
+) -> tuple[TokenLosses, Routing | None]:
+    """Predict every next token of the batch at once (teacher forcing); also tells what the routers did."""
     hidden, _, routing = model.trunk(
         params,
         batch.tokens,
@@ -62,38 +107,142 @@ def batch_loss(
         dropout_key=dropout_key,
         in_order=True,
     )
-    logits = model.unembed(params, hidden)
-    return *next_token_loss(logits, jnp.asarray(batch.targets), jnp.asarray(batch.loss_weights)), routing
+    return token_losses(model, params, hidden, jnp.asarray(batch.targets)), routing
 
 
-def make_train_step(
-    model: Model, optimizer: optax.GradientTransformation, router: RouterWeights = UNWEIGHTED
-) -> TrainStep:
-    """Return the pure step."""
+class _Known(NamedTuple):
+    """What a part of a batch has to know of the whole batch."""
+
+    weight: Float[Array, ""]
+    """Of all targets."""
+    ratios: Float[Array, "*rows"] | None = None
+    """By how much more than in the mean each token counts; None: the part is the whole, which tells."""
+    routing: Routing | None = None
+    """What the routers did; None: the same."""
+
+
+def make_train_step(model: Model, optimizer: optax.GradientTransformation, config: StepConfig = PLAIN) -> TrainStep:
+    """Return the pure step.
+
+    A batch that is taken in parts gives the gradient of the whole: sums are divided once, by the weight of all. Where
+    the whole has to be known before any part can be, because of a risk or of routers, each part is computed twice.
+    """
+    objective = config.objective
+
+    def ratios_of(state: TrainState, costs: Array, batch: Batch) -> tuple[Array, Array | None]:
+        costs, weights = jax.lax.stop_gradient(costs), jnp.asarray(batch.loss_weights)
+        if state.beliefs is None:
+            return risk_ratios(objective, costs, weights, jnp.asarray(batch.segment_ids)), None
+        assert batch.domains is not None
+        return domain_ratios(objective.dro_rate, state.beliefs, costs, weights, jnp.asarray(batch.domains))
+
+    def value(
+        params: Params, state: TrainState, batch: Batch, key: PRNGKeyArray, known: _Known
+    ) -> tuple[Array, tuple[Sums, Metrics, Array | None]]:
+        losses, routing = batch_losses(model, params, batch, key)
+        costs = token_costs(objective, losses)
+        ratios, beliefs = (known.ratios, None) if known.ratios is not None else ratios_of(state, costs, batch)
+        sums = objective_sums(objective, losses, costs, jnp.asarray(batch.loss_weights), ratios)
+        # A batch without a target has no gradient.
+        total = sums.objective / jnp.where(known.weight > 0, known.weight, 1)
+        if routing is None:
+            return total, (sums, {}, beliefs)
+        balance, z = load_balancing_loss(routing, known.routing), router_z_loss(routing, known.routing)
+        router = {"router_balance": balance, "router_z": z}
+        return total + config.balance * balance + config.router_z * z, (sums, router, beliefs)
+
+    def at_once(state: TrainState, batch: Batch, key: PRNGKeyArray) -> tuple[Params, Sums, Metrics, Array | None]:
+        known = _Known(jnp.sum(batch.loss_weights))
+        grads, (sums, router, beliefs) = jax.grad(value, has_aux=True)(state.params, state, batch, key, known)
+        return grads, sums, router, beliefs
+
+    def in_parts(state: TrainState, batch: Batch, key: PRNGKeyArray) -> tuple[Params, Sums, Metrics, Array | None]:
+        parts = jax.tree.map(lambda x: _cut(jnp.asarray(x), config.accumulate), batch)
+        keys = jax.random.split(key, config.accumulate)
+        known, beliefs = _Known(jnp.sum(batch.loss_weights)), None
+        routed = bool(config.balance or config.router_z)
+        if routed or not objective.is_mean:
+
+            def look(part_and_key: tuple[Batch, PRNGKeyArray]) -> tuple[Array, Routing | None]:
+                losses, routing = batch_losses(model, state.params, *part_and_key)
+                return token_costs(objective, losses), routing
+
+            costs, routing = jax.lax.map(look, (parts, keys))
+            ratios, beliefs = ratios_of(state, _joined(costs), batch)
+            known = known._replace(routing=jax.tree.map(lambda x: x.sum(axis=0), routing))
+        else:
+            ratios = jnp.ones(batch.tokens.shape)
+
+        def one(part: tuple[Batch, Array, PRNGKeyArray]) -> tuple[Params, Sums, Metrics]:
+            batch, ratios, key = part
+            here = known._replace(ratios=ratios)
+            grads, (sums, router, _) = jax.grad(value, has_aux=True)(state.params, state, batch, key, here)
+            return grads, sums, router
+
+        def add(sums: Any, part: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, one(part)), None
+
+        each = (parts, _cut(ratios, config.accumulate), keys)
+        shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], each))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        (grads, sums, router), _ = jax.lax.scan(add, zeros, each)
+        return grads, sums, router, beliefs
+
+    def is_usual(state: TrainState, norm: Array, sums: Sums) -> Bool[Array, ""]:
+        usual = sums.weight > 0
+        if config.skip_nonfinite or config.skip_spikes is not None:
+            usual &= jnp.isfinite(norm) & jnp.isfinite(sums.objective)
+        if config.skip_spikes is not None:
+            mean = state.usual_norm / (1 - USUAL_DECAY ** jnp.maximum(state.updates, 1))
+            usual &= (state.updates < FIRST_SPIKE) | (norm <= config.skip_spikes * mean)
+        return usual
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        def objective(params: Params) -> tuple[Array, Metrics]:
-            total, weight, routing = batch_loss(model, params, batch, jax.random.fold_in(state.key, state.step))
-            # A batch without a target has no gradient.
-            loss = jnp.where(weight > 0, total / jnp.where(weight > 0, weight, 1), 0)
-            metrics = {"loss": loss, "tokens": weight}
-            if routing is None:
-                return loss, metrics
-            balance, z = load_balancing_loss(routing), router_z_loss(routing)
-            return loss + router.balance * balance + router.z * z, metrics | {"router_balance": balance, "router_z": z}
-
-        (_, metrics), grads = jax.value_and_grad(objective, has_aux=True)(state.params)
+        key = jax.random.fold_in(state.key, state.step)
+        grads, sums, router, beliefs = (at_once if config.accumulate == 1 else in_parts)(state, batch, key)
+        norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics |= {"grad_norm": optax.tree.norm(grads)}
-        return TrainState(params, opt_state, state.step + 1, state.key), metrics
+        changed = state._replace(
+            params=params,
+            opt_state=opt_state,
+            updates=state.updates + 1,
+            usual_norm=USUAL_DECAY * state.usual_norm + (1 - USUAL_DECAY) * norm,
+            ema=None if state.ema is None else _moved(state.ema, params, config.ema_decay),
+            beliefs=beliefs,
+        )
+        changes = is_usual(state, norm, sums)
+        state = jax.tree.map(lambda new, old: jnp.where(changes, new, old), changed, state)
+        divisor = jnp.where(sums.weight > 0, sums.weight, 1)
+        metrics = {"loss": sums.nll / divisor, "tokens": sums.weight, "grad_norm": norm, "updates": state.updates}
+        if objective != ObjectiveConfig():
+            metrics |= {"objective": sums.objective / divisor}
+        if objective.z_loss:
+            metrics |= {"z_loss": sums.z / divisor}
+        return state._replace(step=state.step + 1), metrics | router
 
     return train_step
 
 
+def _moved(mean: Params, params: Params, decay: float | None) -> Params:
+    """Move a running mean towards the parameters."""
+    assert decay is not None
+    return jax.tree.map(lambda mean, new: decay * mean + (1 - decay) * new, mean, params)
+
+
+def _cut(x: Array, parts: int) -> Array:
+    """Cut a batch (B ...) into parts (parts B/parts ...), each with rows from all over it: no row leaves its device."""
+    return x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _joined(x: Array) -> Array:
+    """The other way round."""
+    return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+
 def compile_train_step(
-    model: Model, optimizer: optax.GradientTransformation, dtype: DType, router: RouterWeights = UNWEIGHTED
+    model: Model, optimizer: optax.GradientTransformation, dtype: DType, config: StepConfig = PLAIN
 ) -> TrainStep:
     """Return the step under jit, for a model that computes in `dtype`. It donates the state: the old one is gone."""
-    step = make_train_step(model, optimizer, router)
+    step = make_train_step(model, optimizer, config)
     return jax.jit(step, donate_argnums=0, compiler_options=training_options(dtype))
