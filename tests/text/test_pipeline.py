@@ -22,9 +22,8 @@ some_texts = st.lists(st.text("abé", min_size=1, max_size=9), min_size=1, max_s
 def numbered_windows(count: int, seq_len: int = 4) -> Windows:
     """Windows of one document whose first token is the number of the window."""
     numbers = "".join(f"{chr(number)}{'-' * (seq_len - 1)}" for number in range(1, count + 1))
-    return Windows(
-        np.frombuffer((numbers + "-").encode(), np.uint8).astype(np.int32), np.array([0]), seq_len, len(numbers)
-    )
+    stream = np.frombuffer((numbers + "-").encode(), np.uint8).astype(np.int32)
+    return Windows(stream, np.array([0]), seq_len, len(numbers), np.zeros(1, np.int32))
 
 
 def numbers_of(batches: Iterable[Batch]) -> list[list[int]]:
@@ -43,8 +42,8 @@ def assert_equal(some: Sequence[Batch], others: Sequence[Batch]) -> None:
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
-def pack_slowly(texts: Sequence[str], seq_len: int) -> list[list[tuple[int, int, int, int, float]]]:
-    """(token, target, position, segment, weight) of every window, counted token by token."""
+def pack_slowly(texts: Sequence[str], seq_len: int) -> list[list[tuple[int, int, int, int, float, int]]]:
+    """(token, target, position, segment, weight, domain) of every window, counted token by token."""
     stream = [(token, number) for number, text in enumerate(texts) for token in [EOT, *text.encode()]] + [(EOT, -1)]
     windows = []
     while len(stream) > 1:
@@ -53,15 +52,15 @@ def pack_slowly(texts: Sequence[str], seq_len: int) -> list[list[tuple[int, int,
             position, segment, document = (
                 (position + 1, segment, number) if number == document else (0, segment + 1, number)
             )
-            window.append((token, target, position, segment, 1.0))
+            window.append((token, target, position, segment, 1.0, number % 3))
         stream = stream[seq_len:]
-        windows.append(window + [(0, 0, -1, 0, 0.0)] * (seq_len - len(window)))
+        windows.append(window + [(0, 0, -1, 0, 0.0, 0)] * (seq_len - len(window)))
     return windows
 
 
 @given(texts=some_texts, seq_len=st.integers(1, 7))
 def test_windows_are_packed_as_counted_token_by_token(texts: list[str], seq_len: int) -> None:
-    windows = make_windows(texts, BYTES, seq_len)
+    windows = make_windows(texts, BYTES, seq_len, domains=[number % 3 for number in range(len(texts))])
     packed = [
         list(zip(*(row.tolist() for row in window), strict=True))
         for window in (windows[i] for i in range(len(windows)))
@@ -91,7 +90,13 @@ def test_the_picture_of_the_module() -> None:
     assert batch.positions.tolist() == [[0, 1, 2, 0], [0, 0, 1, 2], [0, -1, -1, -1]]
     assert batch.segment_ids.tolist() == [[1, 1, 1, 2], [1, 2, 2, 2], [1, 0, 0, 0]]
     assert batch.loss_weights.tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]]
-    assert [array.dtype for array in batch] == [np.int32] * 4 + [np.float32]
+    assert [array.dtype for array in batch] == [np.int32] * 4 + [np.float32, np.int32]
+
+
+def test_each_input_is_of_the_domain_of_its_document() -> None:
+    windows = make_windows(["12", "3", "456"], BYTES, 4, domains=[2, 0, 1])
+    (batch,) = eval_batches(windows, 3)
+    assert batch.domains.tolist() == [[2, 2, 2, 0], [0, 1, 1, 1], [1, 0, 0, 0]]
 
 
 def test_padding_is_told_by_segments_and_weights_whatever_ids_the_text_has() -> None:

@@ -76,7 +76,8 @@ def _random_batch(rng: np.random.Generator, V: int, B: int, T: int) -> Batch:
     stream = rng.integers(0, V, (B, T + 1)).astype(np.int32)
     positions = np.broadcast_to(np.arange(T, dtype=np.int32), (B, T))
     ones = np.ones((B, T), np.int32)
-    return Batch(*map(jnp.asarray, (stream[:, :-1], stream[:, 1:], positions, ones, ones.astype(np.float32))))
+    weights, domains = ones.astype(np.float32), np.zeros_like(ones)
+    return Batch(*map(jnp.asarray, (stream[:, :-1], stream[:, 1:], positions, ones, weights, domains)))
 
 
 def bench_decode(

@@ -37,6 +37,8 @@ class Document(NamedTuple):
     name: str
     """The path of its file, and `:line` for a line of a JSONL file."""
     text: str
+    domain: int = 0
+    """Number of the path by which it was found, from 0."""
 
 
 class Corpus(NamedTuple):
@@ -72,12 +74,14 @@ def read_corpus(paths: Sequence[str] = (), jsonl_field: str = "text") -> Corpus:
         return standard_library()
     corpus = Corpus([], [])
     seen: set[str] = set()
-    for path in paths:
+    for domain, path in enumerate(paths):
+        known = len(corpus.documents)
         for file, named in _files(path):
             real = os.path.realpath(file)
             if real not in seen:
                 seen.add(real)
                 _read_file(file, file.as_posix(), named, jsonl_field, corpus)
+        corpus.documents[known:] = [document._replace(domain=domain) for document in corpus.documents[known:]]
     if not corpus.documents:
         raise UserError(
             f"the corpus {', '.join(paths)} is empty: expected at least one text file with text in it"
@@ -139,11 +143,12 @@ def split(documents: Sequence[Document], holdout: float) -> Split:
 
 
 def fingerprint(documents: Iterable[Document]) -> str:
-    """Hash the texts in their order, names aside: two corpora with one fingerprint give one stream of tokens."""
+    """Hash the texts and domains in their order, names aside: two corpora with one fingerprint give one stream."""
     digest = hashlib.sha256()
     for document in documents:
         data = document.text.encode()
         digest.update(len(data).to_bytes(8, "big"))
+        digest.update(document.domain.to_bytes(8, "big") if document.domain else b"")
         digest.update(data)
     return digest.hexdigest()
 

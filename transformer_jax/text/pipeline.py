@@ -52,8 +52,8 @@ class Batch(NamedTuple):
     """Number of the document within its window, from 1; 0 where there is padding."""
     loss_weights: Float32[np.ndarray | Array, "*B T"]
     """1 where there is a target, 0 where there is padding."""
-    domains: Int32[np.ndarray | Array, "*B T"] | None = None
-    """Number of the corpus that each token is from; None where there is one."""
+    domains: Int32[np.ndarray | Array, "*B T"]
+    """Number of the corpus that the document of each input is from; 0 where there is padding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +68,8 @@ class Windows:
     """Inputs in a window (T)."""
     num_bytes: int
     """UTF-8 bytes of all documents: what bits per byte are divided by."""
+    domains: Int32[np.ndarray, "documents"]
+    """Number of the corpus that each document is from."""
 
     @property
     def num_targets(self) -> int:
@@ -91,6 +93,7 @@ class Windows:
             positions=self._pad(where - np.maximum(self.starts[document], begin), -1),
             segment_ids=self._pad(document - document[0] + 1, 0),
             loss_weights=self._pad(np.ones(end - begin), 0).astype(np.float32),
+            domains=self._pad(self.domains[document], 0),
         )
 
     def _pad(self, values: np.ndarray, filler: int) -> Int32[np.ndarray, "T"]:
@@ -99,10 +102,17 @@ class Windows:
         return padded
 
 
-def make_windows(texts: Sequence[str], tokenizer: Tokenizer, seq_len: int, vocab_size: int | None = None) -> Windows:
+def make_windows(
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    vocab_size: int | None = None,
+    domains: Sequence[int] | None = None,
+) -> Windows:
     """Tokenize documents and pack them into windows of `seq_len` inputs.
 
-    `vocab_size` is the model's, when it is not the tokenizer's; a token id outside it is a `UserError`.
+    `domains` are the numbers of the corpora that the documents are from, where there are several. `vocab_size` is the
+    model's, when it is not the tokenizer's; a token id outside it is a `UserError`.
     """
     limit = tokenizer.vocab_size if vocab_size is None else vocab_size
     end_of_text = np.array([tokenizer.end_of_text], np.int32)
@@ -121,7 +131,8 @@ def make_windows(texts: Sequence[str], tokenizer: Tokenizer, seq_len: int, vocab
             f" set ModelConfig.vocab_size to at least {tokenizer.vocab_size}, or to null"
         )
     starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    return Windows(stream, starts, seq_len, num_bytes)
+    of_document = np.zeros(len(texts), np.int32) if domains is None else np.array(domains, np.int32)
+    return Windows(stream, starts, seq_len, num_bytes, of_document)
 
 
 def _chunks(texts: Sequence[str]) -> Iterator[Sequence[str]]:

@@ -56,11 +56,21 @@ def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None)
     config = run.config
     if config.model.attention != "causal":
         raise UserError("ModelConfig.attention is 'bidirectional'; predicting the next token needs 'causal'")
+    if config.objective.risk == "dro" and len(config.data.paths) < 2:
+        raise UserError(
+            "ObjectiveConfig.risk is 'dro', over domains; name several DataConfig.paths, each of which is one"
+        )
     _check_memory(config)
     model = build(config.model)
     check_prompt(model, run.tokenizer.begin(config.training.sample_prompt))
     train, heldout = (
-        make_windows([document.text for document in documents], run.tokenizer, config.data.seq_len, config.model.V)
+        make_windows(
+            [document.text for document in documents],
+            run.tokenizer,
+            config.data.seq_len,
+            config.model.V,
+            [document.domain for document in documents],
+        )
         for documents in run.split
     )
     # Refuses a text shorter than one window now, and not after the run has been recorded.
@@ -97,6 +107,7 @@ def step_config(config: RunConfig) -> StepConfig:
         ema_decay=training.ema_decay,
         skip_nonfinite=training.skip_nonfinite,
         skip_spikes=training.skip_spikes,
+        domains=max(1, len(config.data.paths)),
     )
 
 

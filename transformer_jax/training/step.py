@@ -63,6 +63,8 @@ class StepConfig(NamedTuple):
     """Whether a step with a gradient that is not finite changes nothing."""
     skip_spikes: float | None = None
     """How many times its usual norm a gradient may have; a longer one changes nothing."""
+    domains: int = 1
+    """Corpora that the text is from."""
 
 
 PLAIN = StepConfig()
@@ -78,7 +80,6 @@ def init_state(
     optimizer: optax.GradientTransformation,
     key: PRNGKeyArray,
     config: StepConfig = PLAIN,
-    domains: int = 1,
 ) -> TrainState:
     """Make the state before the first step."""
     init_key, step_key = jax.random.split(key)
@@ -91,7 +92,7 @@ def init_state(
         usual_norm=jnp.zeros((), jnp.float32),
         key=step_key,
         ema=None if config.ema_decay is None else jax.tree.map(jnp.copy, params),
-        beliefs=jnp.full(domains, 1 / domains) if config.objective.risk == "dro" else None,
+        beliefs=jnp.full(config.domains, 1 / config.domains) if config.objective.risk == "dro" else None,
     )
 
 
@@ -133,7 +134,6 @@ def make_train_step(model: Model, optimizer: optax.GradientTransformation, confi
         costs, weights = jax.lax.stop_gradient(costs), jnp.asarray(batch.loss_weights)
         if state.beliefs is None:
             return risk_ratios(objective, costs, weights, jnp.asarray(batch.segment_ids)), None
-        assert batch.domains is not None
         return domain_ratios(objective.dro_rate, state.beliefs, costs, weights, jnp.asarray(batch.domains))
 
     def value(
