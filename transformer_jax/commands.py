@@ -145,6 +145,8 @@ class Embed:
         from transformer_jax.decoding.embedding import embed_file
         from transformer_jax.training.open_model import pooling_of_model
 
+        # Before the parameters are read, which takes longer.
+        pooling = self.pooling or pooling_of_model(self.model)
         found = _open(self.model, self.dtype)
         count = embed_file(
             found.model,
@@ -152,7 +154,7 @@ class Embed:
             found.tokenizer,
             self.input,
             self.output,
-            pooling=self.pooling or pooling_of_model(self.model),
+            pooling=pooling,
             batch_size=self.batch_size,
         )
         print(f"{count} texts: {self.output}")
@@ -172,10 +174,12 @@ class Convert:
 
     def __call__(self) -> int:
         from transformer_jax.pretrained.convert import convert
-        from transformer_jax.training.open_model import pooling_of_model
+        from transformer_jax.training.open_model import config_of_model, pooling_of_model
 
+        c = config_of_model(self.model)
+        makes_vectors = c.attention == "bidirectional" and not c.output_transform
+        pooling = pooling_of_model(self.model) if makes_vectors else None
         found = _open(self.model, "float32")
-        makes_vectors = found.config.attention == "bidirectional" and not found.config.output_transform
         convert(
             self.to,
             found.config,
@@ -183,7 +187,7 @@ class Convert:
             found.tokenizer,
             self.dtype,
             prefer=found.family,
-            pooling=pooling_of_model(self.model) if makes_vectors else None,
+            pooling=pooling,
         )
         print(f"{self.model} as {self.dtype}: {self.to}")
         return 0

@@ -129,6 +129,17 @@ def test_every_layer_of_qwen_3_with_experts_has_the_window():
         ("llama", {"num_hidden_layers": 10**30}, "num_layers is 10+; expected at most 4096"),
         ("mixtral", {"num_hidden_layers": 10**30}, "num_layers is 10+; expected at most 4096"),
         ("gemma3", {"num_hidden_layers": 10**30, "layer_types": ABSENT}, "num_layers is 10+; expected at most 4096"),
+        ("qwen2", {"max_window_layers": "x"}, "max_window_layers is 'x'; expected a whole number"),
+        (
+            "gemma3",
+            {"layer_types": ABSENT, "sliding_window_pattern": "6"},
+            "sliding_window_pattern is '6'; expected a whole",
+        ),
+        (
+            "gemma2",
+            {"query_pre_attn_scalar": 10**400},
+            "query_pre_attn_scalar is 10+; expected a number of more than 0",
+        ),
         ("phi3", {"num_hidden_layers": "two"}, "num_hidden_layers is 'two'; expected a whole number of more"),
         ("llama-yarn", {"max_position_embeddings": [9]}, r"max_position_embeddings is \[9\]; expected a whole number"),
     ],

@@ -189,9 +189,10 @@ def test_other_programs_make_the_same_vectors(name, tmp_path):
     texts = ["unable Café,a ab 你你 zz", "a b\tthe  theory don't", "a"]
     ids = [[*tokenizer.begin(text), *tokenizer.suffix] for text in texts]
     vectors = embed(build(c), params, ids, pooling=pooling)
-    for place in ("out", "out.gguf"):
-        convert(tmp_path / place, c, params, tokenizer, "float32", pooling=pooling)
-    folder, file = ask([{"path": str(tmp_path / place), "vectors": texts} for place in ("out", "out.gguf")])
+    places: dict[str, Stored] = {"out": "float32", "out.gguf": "float32", "half.gguf": "float16", "eight.gguf": "q8_0"}
+    for place, dtype in places.items():
+        convert(tmp_path / place, c, params, tokenizer, dtype, pooling=pooling)
+    folder, file, *coarse = ask([{"path": str(tmp_path / place), "vectors": texts} for place in places])
     assert folder["problems"] == []
     assert (folder["text_ids"], file["text_ids"]) == (ids, ids)
     row = 0 if pooling == "first" else slice(None)
@@ -199,6 +200,8 @@ def test_other_programs_make_the_same_vectors(name, tmp_path):
         mean = np.atleast_2d(np.array(hidden)[row]).mean(axis=0)
         np.testing.assert_allclose(mean / np.linalg.norm(mean), vector, atol=1e-5)
     np.testing.assert_allclose(file["vectors"], vectors, atol=2e-3)
+    for answer in coarse:
+        assert (np.array(answer["vectors"]) * vectors).sum(axis=-1).min() > 0.98
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,11 @@ from transformer_jax.pretrained.convert import convert
 from transformer_jax.pretrained.gguf import load_gguf
 from transformer_jax.pretrained.gguf_file import open_gguf
 from transformer_jax.pretrained.gguf_tokenizer import read_gguf_tokenizer
+from transformer_jax.pretrained.gguf_tokenizer_export import describe_tokenizer
 from transformer_jax.pretrained.huggingface import load_folder, read_json
 from transformer_jax.pretrained.source import load_published
 from transformer_jax.text.chat import encode_chat
-from transformer_jax.text.tokenizer import Tokenizer, read_tokenizer, train_bpe
+from transformer_jax.text.tokenizer import Tokenizer, byte_tokenizer, read_tokenizer, train_bpe
 from transformer_jax.text.tokenizer_files import read_tokenizer_files
 
 FIXTURES = Path(__file__).parent.parent / "text" / "fixtures"
@@ -130,6 +131,14 @@ def test_what_a_gguf_file_cannot_say_is_refused(tmp_path):
         changed = read_tokenizer(json.dumps(tree | {part: other}), "changed", special_tokens={"eos_token": "[SEP]"})
         with pytest.raises(UserError, match=match):
             convert(tmp_path / "out.gguf", CONFIG, PARAMS, changed, "float32")
+    added = {**tree["added_tokens"][0], "id": 18, "content": "foo", "special": False}
+    for changed, match in (
+        ({"added_tokens": [*tree["added_tokens"], added]}, "does not look for the added token 'foo'"),
+        ({"model": tree["model"] | {"max_input_chars_per_word": 3}}, "a word of more than 3 letters is unknown"),
+    ):
+        odd = read_tokenizer(json.dumps(tree | changed), "changed", special_tokens={"eos_token": "[SEP]"})
+        with pytest.raises(UserError, match=match):
+            convert(tmp_path / "new" / "out.gguf", CONFIG, PARAMS, odd, "float32")
     two = dataclasses.replace(TOKENIZER, suffix=(TOKENIZER.end_of_text, 5))
     with pytest.raises(UserError, match="puts more around a text than a GGUF file can say"):
         convert(tmp_path / "out.gguf", CONFIG, PARAMS, two, "float32")
@@ -143,6 +152,48 @@ def test_pieces_begin_with_a_space_unless_a_gguf_file_says_otherwise(tmp_path):
     named = {f"tokenizer.ggml.{name}": value for name, value in settings.items()}
     assert read_gguf_tokenizer(named, tmp_path).begin("a") == [1, 5]
     assert read_gguf_tokenizer(named | {"tokenizer.ggml.add_space_prefix": False}, tmp_path).begin("a") == [1, 3]
+    with pytest.raises(UserError, match="the token 'a' stands twice"):
+        read_gguf_tokenizer(named | {"tokenizer.ggml.tokens": [*words[:5], "a"]}, tmp_path)
+
+
+def settings_of(tokenizer, **changes):
+    """The settings of a file for a tokenizer, some of them changed, or left out where they are None."""
+    described = describe_tokenizer(tokenizer, tokenizer.vocab_size)
+    described |= {f"tokenizer.ggml.{name}": value for name, value in changes.items()}
+    return {name: value for name, value in described.items() if value is not None}
+
+
+def test_what_stands_around_a_text_is_what_llama_cpp_puts_there(tmp_path):
+    """Llama 3 begins with a token unless it is told not to; BERT's first token goes by either of two names."""
+    bytes_alone = byte_tokenizer()
+    for split, added, expected in (
+        ("llama-bpe", None, (256,)),
+        ("llama-bpe", False, ()),
+        ("gpt-2", None, ()),
+        ("gpt-2", True, (256,)),
+    ):
+        settings = settings_of(bytes_alone, pre=split, add_bos_token=added, add_eos_token=True)
+        found = read_gguf_tokenizer(settings, tmp_path)
+        assert (found.prefix, found.suffix) == (expected, (256,))
+    bert = word_pieces()
+    for changes, first in (({"cls_token_id": None}, 2), ({"bos_token_id": None}, 2), ({"bos_token_id": 4}, 4)):
+        found = read_gguf_tokenizer(settings_of(bert, **changes), tmp_path)
+        assert (found.prefix, found.suffix) == ((first,), (3,))
+        assert found.special_tokens["cls_token"] == ("[CLS]" if first == 2 else "[MASK]")
+    for changes, match in (
+        ({"cls_token_id": None, "bos_token_id": None}, "cls_token_id is missing"),
+        ({"bos_token_id": 99}, "bos_token_id is 99; there are"),
+        ({"seperator_token_id": -1}, "seperator_token_id is -1; there are"),
+    ):
+        with pytest.raises(UserError, match=match):
+            read_gguf_tokenizer(settings_of(bert, **changes), tmp_path)
+
+
+def test_an_id_without_a_word_gets_one_that_no_other_has():
+    tokenizer = word_pieces(words=("[unused19]",))
+    words = describe_tokenizer(tokenizer, 24)["tokenizer.ggml.tokens"]
+    assert len(set(words)) == 24
+    assert (words[18], words[19], words[20]) == ("[unused19]", "[[unused19]]", "[unused20]")
 
 
 def test_the_files_of_a_folder_are_readable_alike(tmp_path):

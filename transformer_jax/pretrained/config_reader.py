@@ -1,6 +1,6 @@
 """Reading a config.json so that nothing in it is overlooked, and what all families call by the same names."""
 
-import math
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -158,7 +158,11 @@ class Settings:
 
     def _positive(self, name: str, default: Any, what: str, kinds: Collection[type]) -> Any:
         value = self.take(name, default)
-        if value is not default and (type(value) not in kinds or not 0 < value < math.inf):
+        if value is default:
+            return value
+        if float not in kinds and type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) not in kinds or not 0 < value <= sys.float_info.max:
             raise self.refuse(name, f"{what} of more than 0")
         return value
 

@@ -129,6 +129,8 @@ def write_mixtral(c: ModelConfig) -> Tree:
 def read_qwen2(settings: Settings) -> Tree:
     fields = _read_sizes(settings, tied=False, eps=1e-6) | read_rope(settings)
     first_local = settings.take("max_window_layers", 28)
+    if type(first_local) is not int:
+        raise settings.refuse("max_window_layers", "a whole number")
     uses_window = settings.take("use_sliding_window", False)
     fields |= _read_layers(settings, fields, old=lambda layer: uses_window and layer >= first_local)
     if fields["window"] is not None and not uses_window:
@@ -245,7 +247,7 @@ def write_gemma2(c: ModelConfig) -> Tree:
 
 
 def read_gemma3(settings: Settings) -> Tree:
-    every = settings.take("sliding_window_pattern", 6)
+    every = settings.size("sliding_window_pattern", 6)
     if "layer_types" not in settings:
         settings.expect("_sliding_window_pattern", every)
     _check_rope_of_gemma3(settings)

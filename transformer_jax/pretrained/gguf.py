@@ -110,8 +110,6 @@ def _with_layer_norm(activation: str) -> Tree:
 
 
 def _bert(settings: Settings, fields: Tree) -> Tree:
-    # How vectors are made of what it computes is no part of the model (pooling.py).
-    settings.take("pooling_type", None)
     return _with_layer_norm("gelu") | {
         "positions": "learned",
         "residual": "post",
@@ -202,6 +200,8 @@ def _read_sizes(settings: Settings, file: GGUFFile, path: Path) -> Tree:
     if table is None or len(table.shape) != 2:
         raise UserError(f"{path}: the tensor 'token_embd.weight' is missing, or is no table")
     settings.expect("vocab_size", table.shape[0])
+    # How vectors are made of what is computed is no part of the model (pooling.py).
+    settings.take("pooling_type", None)
     types = file.tensors.get("token_types.weight")
     heads = settings.size("attention.head_count")
     width = settings.size("embedding_length")

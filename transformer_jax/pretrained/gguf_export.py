@@ -54,10 +54,11 @@ def save_gguf(
     name, architecture = _find(c)
     settings = _settings(name, c, pooling)
     _check_same(name, architecture, settings, c)
+    settings |= describe_tokenizer(tokenizer, c.table_rows)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(temporary, name, settings | describe_tokenizer(tokenizer, c.table_rows), architecture, c, params, kind)
+        _write(temporary, name, settings, architecture, c, params, kind)
         temporary.rename(path)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror or error}); make room, or choose another") from None
@@ -122,6 +123,9 @@ def _scaling(scaling: RopeScaling) -> Tree:
     return {}
 
 
+ADDED_AS_IT_IS = ("token_types.weight",)
+"""Tensors that llama.cpp adds to its own float32 without looking at their type."""
+
 WITH_BIASES = ("llama", "qwen2", "gpt2", "gptneox", "bert")
 NEVER_TIED = ("olmo2", "gptneox")
 """Architectures of llama.cpp that know biases of attention, and that want an output layer of their own."""
@@ -165,8 +169,8 @@ def _write(
     gguf = load_extra("gguf")
     quants = load_extra("gguf.quants")
 
-    def kind_of(shape: tuple[int, ...]) -> Any:
-        chosen = gguf.GGMLQuantizationType[kind if len(shape) > 1 else "F32"]
+    def kind_of(name: str, shape: tuple[int, ...]) -> Any:
+        chosen = gguf.GGMLQuantizationType[kind if len(shape) > 1 and name not in ADDED_AS_IT_IS else "F32"]
         fits = not shape or shape[-1] % gguf.GGML_QUANT_SIZES[chosen][0] == 0
         return chosen if fits else gguf.GGMLQuantizationType.F16
 
@@ -179,14 +183,14 @@ def _write(
     names = [name for row in expand(architecture.rows, c, set(by_path(params))) for name in row.theirs]
     factors = _factors(c)
     for tensor, array in [*factors.items(), *zip(names, shapes, strict=True)]:
-        stored = kind_of(array.shape)
+        stored = kind_of(tensor, array.shape)
         shape = quants.quant_shape_to_byte_shape(array.shape, stored)
         writer.add_tensor_info(tensor, shape, np.dtype(np.uint8), math.prod(shape), stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, array in [*factors.items(), *tensors_of(architecture.rows, c, params)]:
-        writer.write_tensor_data(quants.quantize(np.asarray(array, np.float32), kind_of(array.shape)))
+    for tensor, array in [*factors.items(), *tensors_of(architecture.rows, c, params)]:
+        writer.write_tensor_data(quants.quantize(np.asarray(array, np.float32), kind_of(tensor, array.shape)))
     writer.close()
 
 

@@ -41,6 +41,9 @@ SPACE = "▁"
 CONTINUED = "##"
 """Stands before what goes on with a word in a tokenizer.json of BERT."""
 
+LONGEST_BERT_WORD = 100
+"""Letters; what is longer is unknown."""
+
 LONGEST_WORD = 4096
 """Letters; a word is cut at each of them to find what it is merged of."""
 
@@ -56,6 +59,7 @@ WORDS_OF_QWEN_2 = WORDS_OF_LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}")
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 BYTES_ALONE = {**BYTE_LEVEL, "use_regex": False}
 
+LLAMA_3 = "llama-bpe"
 ROBERTA = "roberta-bpe"
 """As GPT-2, with a mask that takes the spaces before it."""
 
@@ -67,7 +71,7 @@ def _split(pattern: str) -> Tree:
 SPLITS: Mapping[str, list[Tree]] = {
     "gpt-2": [BYTE_LEVEL],
     "smollm": [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL],
-    "llama-bpe": [_split(WORDS_OF_LLAMA_3), BYTES_ALONE],
+    LLAMA_3: [_split(WORDS_OF_LLAMA_3), BYTES_ALONE],
     "qwen2": [_split(WORDS_OF_QWEN_2), BYTES_ALONE],
     ROBERTA: [BYTE_LEVEL],
 }
@@ -99,6 +103,9 @@ def _read(settings: Mapping[str, Any], path: Path) -> Tokenizer:
         tree = _word_pieces(settings, words, path)
     else:
         raise UserError(f"{path}: tokenizer.ggml.model is {model!r}; expected gpt2, llama or bert")
+    if len(set(words)) < len(words):
+        doubled = next(word for i, word in enumerate(words) if word in words[:i])
+        raise UserError(f"{path}: the token {doubled!r} stands twice in tokenizer.ggml.tokens")
     stripping = settings.get("tokenizer.ggml.mask_token_id") if _split_of(settings) == ROBERTA else None
     added = [
         {
@@ -123,9 +130,8 @@ def _read(settings: Mapping[str, Any], path: Path) -> Tokenizer:
         for ours, theirs in SPECIAL_TOKENS.items()
         if isinstance(i := settings.get(f"tokenizer.ggml.{theirs}_token_id"), int) and 0 <= i < len(words)
     }
-    if model == "bert" and special.get("bos_token") == special.get("cls_token"):
-        # llama.cpp asks for the first token of a text by this name.
-        special.pop("bos_token", None)
+    if model == "bert" and "bos_token" in special:
+        special["cls_token"] = special.pop("bos_token")
     template = settings.get(CHAT_TEMPLATE)
     if template is not None and not isinstance(template, str):
         raise UserError(f"{path}: {CHAT_TEMPLATE} is not a text")
@@ -154,10 +160,11 @@ def _stop_ids(settings: Mapping[str, Any], words: list[str]) -> list[int]:
 def _template(settings: Mapping[str, Any], words: list[str], path: Path) -> Tree | None:
     """What stands around every text: the tokens that begin and end one, where the file says so."""
     model = settings.get("tokenizer.ggml.model")
-    # llama.cpp adds the first to sentence pieces unless it is told not to, and the last when it is told to.
-    around = [("bos", "add_bos_token", model == "llama"), ("eos", "add_eos_token", False)]
+    # llama.cpp adds the first to sentence pieces and Llama 3's bytes unless it is told not to, the last when told to.
+    begins = model == "llama" or (model == "gpt2" and _split_of(settings) == LLAMA_3)
+    around = [("bos", "add_bos_token", begins), ("eos", "add_eos_token", False)]
     if model == "bert":
-        around = [("cls", "", True), ("seperator", "", True)]
+        around = [(_beginning(settings), "", True), ("seperator", "", True)]
     before, behind = (
         [_token(settings, name, words, path)] if settings.get(f"tokenizer.ggml.{asked}", default) else []
         for name, asked, default in around
@@ -171,6 +178,11 @@ def _template(settings: Mapping[str, Any], words: list[str], path: Path) -> Tree
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {words[i]: {"id": words[i], "ids": [i], "tokens": [words[i]]} for i in steps},
     }
+
+
+def _beginning(settings: Mapping[str, Any]) -> str:
+    """By which name llama.cpp finds the first token of a text for BERT; older files have the other."""
+    return "bos" if "tokenizer.ggml.bos_token_id" in settings else "cls"
 
 
 def _token(settings: Mapping[str, Any], name: str, words: list[str], path: Path) -> int:
@@ -194,7 +206,7 @@ def _byte_level(settings: Mapping[str, Any], words: list[str], path: Path) -> Tr
             "vocab": {word: i for i, word in enumerate(words)},
             "merges": [merge.split(" ", 1) for merge in _setting(settings, "merges", list, path) if merge != NO_MERGE],
             # Llama 3 takes a word that is in the vocabulary whole, however merging would have made it.
-            "ignore_merges": split == "llama-bpe",
+            "ignore_merges": split == LLAMA_3,
         },
     }
 
@@ -252,7 +264,7 @@ def _word_pieces(settings: Mapping[str, Any], words: list[str], path: Path) -> T
             "type": "WordPiece",
             "unk_token": words[_token(settings, "unknown", words, path)],
             "continuing_subword_prefix": CONTINUED,
-            "max_input_chars_per_word": 100,
+            "max_input_chars_per_word": LONGEST_BERT_WORD,
             "vocab": {word: i for i, word in enumerate(words)},
         },
     }

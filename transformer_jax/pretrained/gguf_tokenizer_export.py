@@ -9,6 +9,7 @@ from transformer_jax.pretrained.gguf_tokenizer import (
     CHAT_TEMPLATE,
     CONTINUED,
     CONTROL,
+    LONGEST_BERT_WORD,
     NO_MERGE,
     ROBERTA,
     SPACE,
@@ -46,7 +47,7 @@ def describe_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
             raise UserError(f"llama.cpp cannot strip what stands beside the added token {token['content']!r}")
         words[token["id"]] = token["content"]
         kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
-    tokens = [words.get(i, f"[unused{i}]") for i in range(rows)]
+    tokens = _named(words, rows)
     if len(tokenizer.stop_ids) > len(STOPS):
         raise UserError(f"{len(tokenizer.stop_ids)} tokens end a text; a GGUF file can name {len(STOPS)} of them")
     special = {
@@ -78,6 +79,17 @@ def describe_tokenizer(tokenizer: Tokenizer, rows: int) -> dict[str, Any]:
     return {f"tokenizer.ggml.{name}": value for name, value in settings.items()} | template
 
 
+def _named(words: dict[int, str], rows: int) -> list[str]:
+    """A word for each row; an id that has none is called unused, in as many brackets as make it a new word."""
+    known, tokens = set(words.values()), []
+    for i in range(rows):
+        word = words.get(i, f"[unused{i}]")
+        while i not in words and word in known:
+            word = f"[{word}]"
+        tokens.append(word)
+    return tokens
+
+
 def _describe_words(tree: Tree, tokens: list[str], tokenizer: Tokenizer) -> Tree:
     model, normalizer = tree["model"], tree["normalizer"] or {}
     kept = {name: value for name, value in normalizer.items() if name not in ("lowercase", "strip_accents")}
@@ -90,6 +102,14 @@ def _describe_words(tree: Tree, tokens: list[str], tokenizer: Tokenizer) -> Tree
     respelt = [respelled(token) for token in tokens]
     if model["continuing_subword_prefix"] != CONTINUED or [spelled(token) for token in respelt] != tokens:
         raise UserError("the tokenizer has words that a GGUF file cannot tell from those that go on with a word")
+    matched = [token["content"] for token in tree["added_tokens"] if not token["special"] or token["normalized"]]
+    if matched:
+        raise UserError(f"llama.cpp does not look for the added token {matched[0]!r} as this tokenizer does")
+    if model["max_input_chars_per_word"] != LONGEST_BERT_WORD:
+        raise UserError(
+            f"a word of more than {model['max_input_chars_per_word']} letters is unknown to the tokenizer, and a GGUF"
+            f" file cannot say so; expected {LONGEST_BERT_WORD}"
+        )
     if (len(tokenizer.prefix), len(tokenizer.suffix)) != (1, 1):
         raise UserError("llama.cpp puts one token before a text and one behind it, and the tokenizer does not")
     accents = normalizer["strip_accents"]

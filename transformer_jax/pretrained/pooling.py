@@ -49,7 +49,7 @@ def _of_gguf(path: Path) -> Pooling:
     settings = open_gguf(path).settings
     name = f"{settings.get('general.architecture')}.pooling_type"
     number = settings.get(name, 0)
-    if number not in NUMBERS:
+    if not isinstance(number, int) or number not in NUMBERS:
         raise UserError(f"{path}: {name} is {number!r}; expected 1, the mean, or 2, the first token")
     return NUMBERS[number]
 

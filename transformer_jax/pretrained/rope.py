@@ -81,7 +81,7 @@ def _read_scaling(rope: Settings, longest: int) -> tuple[RopeScaling, int]:
         factor = rope.number("factor")
         return RopeScaling(kind, factor, longest), int(longest * factor)
     # The context of the config is already the scaled one.
-    factor = rope.number("factor", longest / original if kind == "yarn" else None)
+    factor = rope.number("factor", longest / original) if kind == "yarn" else rope.number("factor")
     return RopeScaling(kind, float(factor), original, **settings), longest
 
 

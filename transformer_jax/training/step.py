@@ -128,80 +128,13 @@ def make_train_step(model: Model, optimizer: optax.GradientTransformation, confi
     A batch that is taken in parts gives the gradient of the whole: sums are divided once, by the weight of all. Where
     the whole has to be known before any part can be, because of a risk or of routers, each part is computed twice.
     """
-    objective = config.objective
-
-    def ratios_of(state: TrainState, costs: Array, batch: Batch) -> tuple[Array, Array | None]:
-        costs, weights = jax.lax.stop_gradient(costs), jnp.asarray(batch.loss_weights)
-        if state.beliefs is None:
-            return risk_ratios(objective, costs, weights, jnp.asarray(batch.segment_ids)), None
-        return domain_ratios(objective.dro_rate, state.beliefs, costs, weights, jnp.asarray(batch.domains))
-
-    def value(
-        params: Params, state: TrainState, batch: Batch, key: PRNGKeyArray, known: _Known
-    ) -> tuple[Array, tuple[Sums, Metrics, Array | None]]:
-        losses, routing = batch_losses(model, params, batch, key)
-        costs = token_costs(objective, losses)
-        ratios, beliefs = (known.ratios, None) if known.ratios is not None else ratios_of(state, costs, batch)
-        sums = objective_sums(objective, losses, costs, jnp.asarray(batch.loss_weights), ratios)
-        # A batch without a target has no gradient.
-        total = sums.objective / jnp.where(known.weight > 0, known.weight, 1)
-        if routing is None:
-            return total, (sums, {}, beliefs)
-        balance, z = load_balancing_loss(routing, known.routing), router_z_loss(routing, known.routing)
-        router = {"router_balance": balance, "router_z": z}
-        return total + config.balance * balance + config.router_z * z, (sums, router, beliefs)
-
-    def at_once(state: TrainState, batch: Batch, key: PRNGKeyArray) -> tuple[Params, Sums, Metrics, Array | None]:
-        known = _Known(jnp.sum(batch.loss_weights))
-        grads, (sums, router, beliefs) = jax.grad(value, has_aux=True)(state.params, state, batch, key, known)
-        return grads, sums, router, beliefs
-
-    def in_parts(state: TrainState, batch: Batch, key: PRNGKeyArray) -> tuple[Params, Sums, Metrics, Array | None]:
-        parts = jax.tree.map(lambda x: _cut(jnp.asarray(x), config.accumulate), batch)
-        keys = jax.random.split(key, config.accumulate)
-        known, beliefs = _Known(jnp.sum(batch.loss_weights)), None
-        routed = bool(config.balance or config.router_z)
-        if routed or not objective.is_mean:
-
-            def look(part_and_key: tuple[Batch, PRNGKeyArray]) -> tuple[Array, Routing | None]:
-                losses, routing = batch_losses(model, state.params, *part_and_key)
-                return token_costs(objective, losses), routing
-
-            costs, routing = jax.lax.map(look, (parts, keys))
-            ratios, beliefs = ratios_of(state, _joined(costs), batch)
-            known = known._replace(routing=jax.tree.map(lambda x: x.sum(axis=0), routing))
-        else:
-            ratios = jnp.ones(batch.tokens.shape)
-
-        def one(part: tuple[Batch, Array, PRNGKeyArray]) -> tuple[Params, Sums, Metrics]:
-            batch, ratios, key = part
-            here = known._replace(ratios=ratios)
-            grads, (sums, router, _) = jax.grad(value, has_aux=True)(state.params, state, batch, key, here)
-            return grads, sums, router
-
-        def add(sums: Any, part: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, one(part)), None
-
-        each = (parts, _cut(ratios, config.accumulate), keys)
-        shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], each))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        (grads, sums, router), _ = jax.lax.scan(add, zeros, each)
-        return grads, sums, router, beliefs
-
-    def is_usual(state: TrainState, norm: Array, sums: Sums) -> Bool[Array, ""]:
-        usual = sums.weight > 0
-        if config.skip_nonfinite or config.skip_spikes is not None:
-            usual &= jnp.isfinite(norm) & jnp.isfinite(sums.objective)
-        if config.skip_spikes is not None:
-            mean = state.usual_norm / (1 - USUAL_DECAY ** jnp.maximum(state.updates, 1))
-            usual &= (state.updates < FIRST_SPIKE) | (norm <= config.skip_spikes * mean)
-        return usual
+    take = _at_once if config.accumulate == 1 else _in_parts
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(state.key, state.step)
-        grads, sums, router, beliefs = (at_once if config.accumulate == 1 else in_parts)(state, batch, key)
-        norm = optax.tree.norm(grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        batch = jax.tree.map(jnp.asarray, batch)
+        taken = take(model, config, state, batch, jax.random.fold_in(state.key, state.step))
+        norm = optax.tree.norm(taken.grads)
+        updates, opt_state = optimizer.update(taken.grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         changed = state._replace(
             params=params,
@@ -209,19 +142,116 @@ def make_train_step(model: Model, optimizer: optax.GradientTransformation, confi
             updates=state.updates + 1,
             usual_norm=USUAL_DECAY * state.usual_norm + (1 - USUAL_DECAY) * norm,
             ema=None if state.ema is None else _moved(state.ema, params, config.ema_decay),
-            beliefs=beliefs,
+            beliefs=taken.beliefs,
         )
-        changes = is_usual(state, norm, sums)
+        changes = _is_usual(config, state, norm, taken.sums)
         state = jax.tree.map(lambda new, old: jnp.where(changes, new, old), changed, state)
-        divisor = jnp.where(sums.weight > 0, sums.weight, 1)
-        metrics = {"loss": sums.nll / divisor, "tokens": sums.weight, "grad_norm": norm, "updates": state.updates}
-        if objective != ObjectiveConfig():
-            metrics |= {"objective": sums.objective / divisor}
-        if objective.z_loss:
-            metrics |= {"z_loss": sums.z / divisor}
-        return state._replace(step=state.step + 1), metrics | router
+        metrics = _figures(config.objective, taken) | {"grad_norm": norm, "updates": state.updates}
+        return state._replace(step=state.step + 1), metrics
 
     return train_step
+
+
+class _Taken(NamedTuple):
+    """What a batch gives."""
+
+    grads: Params
+    sums: Sums
+    router: Metrics
+    """The losses of the routers."""
+    beliefs: Array | None
+    """How much domains count from now on."""
+
+
+def _ratios(config: StepConfig, state: TrainState, costs: Array, batch: Batch) -> tuple[Array, Array | None]:
+    """By how much more than in the mean each token counts, and how much domains do from now on."""
+    costs, weights = jax.lax.stop_gradient(costs), jnp.asarray(batch.loss_weights)
+    if state.beliefs is None:
+        return risk_ratios(config.objective, costs, weights, jnp.asarray(batch.segment_ids)), None
+    return domain_ratios(config.objective.dro_rate, state.beliefs, costs, weights, jnp.asarray(batch.domains))
+
+
+def _value(
+    params: Params,
+    model: Model,
+    config: StepConfig,
+    state: TrainState,
+    batch: Batch,
+    key: PRNGKeyArray,
+    known: _Known,
+) -> tuple[Array, tuple[Sums, Metrics, Array | None]]:
+    """What is made small: a part's share of the objective, and of the routers' losses."""
+    losses, routing = batch_losses(model, params, batch, key)
+    costs = token_costs(config.objective, losses)
+    ratios, beliefs = _ratios(config, state, costs, batch) if known.ratios is None else (known.ratios, None)
+    sums = objective_sums(config.objective, losses, costs, jnp.asarray(batch.loss_weights), ratios)
+    # A batch without a target has no gradient.
+    total = sums.objective / jnp.where(known.weight > 0, known.weight, 1)
+    if routing is None:
+        return total, (sums, {}, beliefs)
+    balance, z = load_balancing_loss(routing, known.routing), router_z_loss(routing, known.routing)
+    total += config.balance * balance + config.router_z * z
+    return total, (sums, {"router_balance": balance, "router_z": z}, beliefs)
+
+
+_gradient = jax.grad(_value, has_aux=True)
+
+
+def _at_once(model: Model, config: StepConfig, state: TrainState, batch: Batch, key: PRNGKeyArray) -> _Taken:
+    known = _Known(jnp.sum(batch.loss_weights))
+    grads, aside = _gradient(state.params, model, config, state, batch, key, known)
+    return _Taken(grads, *aside)
+
+
+def _in_parts(model: Model, config: StepConfig, state: TrainState, batch: Batch, key: PRNGKeyArray) -> _Taken:
+    parts = jax.tree.map(lambda x: _cut(x, config.accumulate), batch)
+    keys = jax.random.split(key, config.accumulate)
+    ratios, beliefs, routing = jnp.ones(batch.tokens.shape), None, None
+    if config.balance or config.router_z or not config.objective.is_mean:
+
+        def look(part_and_key: tuple[Batch, PRNGKeyArray]) -> tuple[Array, Routing | None]:
+            losses, routing = batch_losses(model, state.params, *part_and_key)
+            return token_costs(config.objective, losses), routing
+
+        costs, routing = jax.lax.map(look, (parts, keys))
+        ratios, beliefs = _ratios(config, state, _joined(costs), batch)
+        routing = jax.tree.map(lambda x: x.sum(axis=0), routing)
+    known = _Known(jnp.sum(batch.loss_weights), routing=routing)
+
+    def one(part: tuple[Batch, Array, PRNGKeyArray]) -> tuple[Params, Sums, Metrics]:
+        batch, ratios, key = part
+        grads, aside = _gradient(state.params, model, config, state, batch, key, known._replace(ratios=ratios))
+        return grads, *aside[:2]
+
+    def add(sums: Any, part: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, one(part)), None
+
+    each = (parts, _cut(ratios, config.accumulate), keys)
+    shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], each))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    (grads, sums, router), _ = jax.lax.scan(add, zeros, each)
+    return _Taken(grads, sums, router, beliefs)
+
+
+def _is_usual(config: StepConfig, state: TrainState, norm: Array, sums: Sums) -> Bool[Array, ""]:
+    """Whether a batch is to change anything."""
+    usual = sums.weight > 0
+    if config.skip_nonfinite or config.skip_spikes is not None:
+        usual &= jnp.isfinite(norm) & jnp.isfinite(sums.objective)
+    if config.skip_spikes is not None:
+        mean = state.usual_norm / (1 - USUAL_DECAY ** jnp.maximum(state.updates, 1))
+        usual &= (state.updates < FIRST_SPIKE) | (norm <= config.skip_spikes * mean)
+    return usual
+
+
+def _figures(objective: ObjectiveConfig, taken: _Taken) -> Metrics:
+    """The means of a batch, for whoever watches."""
+    sums = taken.sums
+    divisor = jnp.where(sums.weight > 0, sums.weight, 1)
+    figures = {"loss": sums.nll / divisor, "tokens": sums.weight, **taken.router}
+    if objective != ObjectiveConfig():
+        figures |= {"objective": sums.objective / divisor}
+    return figures | ({"z_loss": sums.z / divisor} if objective.z_loss else {})
 
 
 def _moved(mean: Params, params: Params, decay: float | None) -> Params:
