@@ -137,7 +137,8 @@ class TrainingConfig:
     accumulate: int = 1
     """Parts that a batch is taken in, one after the other, to need less memory; the gradient is the same."""
     ema_decay: float | None = None
-    """A running mean of the parameters is kept, which keeps this much of itself at each update. None: there is none."""
+    """A running mean of the parameters, which keeps this much of itself at each update, is what is evaluated and what
+    the run's model is to every other command. None: there is none."""
     skip_nonfinite: bool = False
     """Whether a step whose loss or gradient is not finite changes nothing. Otherwise it ends the run."""
     skip_spikes: float | None = None

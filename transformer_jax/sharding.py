@@ -92,11 +92,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_sharding(mesh: Mesh, batch_size: int) -> NamedSharding:
-    """Rows split over the axes that share the batch. Raises `UserError` when they do not divide."""
+def batch_sharding(mesh: Mesh, batch_size: int, setting: str = "DataConfig.batch_size") -> NamedSharding:
+    """Rows split over the axes that share the batch. Raises `UserError` naming the setting when they do not divide."""
     shares = mesh.shape["data"] * mesh.shape["fsdp"]
     if batch_size % shares:
-        raise UserError(f"DataConfig.batch_size is {batch_size}; expected a multiple of data x fsdp = {shares}")
+        raise UserError(f"{setting} is {batch_size}; expected a multiple of data x fsdp = {shares}")
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 

@@ -55,6 +55,10 @@ TINY = [
     "6",
     "--training.sample-tokens",
     "6",
+    "--training.accumulate",
+    "2",
+    "--training.ema-decay",
+    "0.9",
 ]
 
 
@@ -99,7 +103,7 @@ def newest_state(run: Path) -> dict[str, np.ndarray]:
 
     step = max(int(folder.name) for folder in (run / "checkpoints").iterdir() if folder.name.isdigit())
     arrays = {}
-    for item in ("params", "rest"):
+    for item in ("params", "ema", "rest"):
         with warnings.catch_warnings():
             # Orbax says that it takes the devices from the file, which is where they are.
             warnings.simplefilter("ignore")
@@ -141,6 +145,9 @@ def test_a_run_leaves_what_it_learnt(finished, corpus):
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 41))
     trained = open_trained(run)
     assert trained.step == 40
+    # The run's model is the running mean of its parameters.
+    mean = next(array for name, array in newest_state(run).items() if "ema" in name and "embed" in name)
+    np.testing.assert_array_equal(trained.params["embed"], mean.astype(trained.params["embed"].dtype))
     # The schedule's own equation, and bits per byte of the documents held out, computed anew.
     rates = [row["learning_rate"] for row in training]
     cosine = [0.05 + 0.95 * (1 + math.cos(math.pi * (t - 2) / 38)) / 2 for t in range(3, 41)]

@@ -4,7 +4,7 @@
       200/                         one step: there as a whole, or not there
       300/
         about/                     JSON: the step, the data iterator's place, the shape and dtype of every array
-        params/  rest/             the arrays: the parameters; whatever else the state holds
+        params/  ema/  rest/       the arrays: the parameters; their running mean, if any; whatever else there is
         checksums.json             size and CRC-32 of every file above, written before the commit
       250.damaged-1/               failed its checksums: set aside, never deleted
       400.orbax-checkpoint-tmp/    a save that was killed: removed when a run opens the folder again
@@ -26,7 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from transformer_jax.training.checksums import find_damage, write_checksums
 
 S = TypeVar("S")
 
-_ITEMS = ("about", "params", "rest")
+_ITEMS = ("about", "params", "ema", "rest")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _ORBAX = os.path.dirname(ocp.__file__)
 
@@ -186,20 +186,20 @@ class Checkpoints:
             ) from error
 
 
-def restore_params(folder: str | Path, abstract_params: S) -> tuple[S, int]:
-    """Read the parameters alone of the newest whole checkpoint, and its step; changes nothing on disk.
+def restore_params(folder: str | Path, abstract_params: S, item: Literal["params", "ema"] = "params") -> tuple[S, int]:
+    """Read the parameters alone of the newest whole checkpoint, or their mean, and its step; changes nothing on disk.
 
     The optimizer state is not read, and `abstract_params` may ask for any devices. Raises `UserError` if there is no
     checkpoint, if none is whole, and if its parameters are not of these names, shapes and dtypes.
     """
     folder = Path(folder).absolute()
-    step, damaged = _newest_whole(folder, ("about", "params"))
+    step, damaged = _newest_whole(folder, ("about", item))
     if step is None:
         raise UserError(f"found no checkpoint in {folder}; expected the checkpoint folder of a training run")
     for bad, reason in damaged.items():
         warnings.warn(f"{folder / str(bad)} is damaged ({reason}): using step {step}", stacklevel=2)
-    described = _by_item(_read_about(folder / str(step))["arrays"])["params"]
-    return _read_arrays(folder / str(step), described, {"params": abstract_params})["params"], step
+    described = _by_item(_read_about(folder / str(step))["arrays"]).get(item, {})
+    return _read_arrays(folder / str(step), described, {item: abstract_params})[item], step
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
@@ -212,7 +212,8 @@ def _flatten(tree: Any) -> dict[str, Any]:
 
 
 def _item(name: str) -> str:
-    return "params" if name.split(".")[0] == "params" else "rest"
+    first = name.split(".")[0]
+    return first if first in ("params", "ema") else "rest"
 
 
 def _by_item(leaves: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -290,6 +291,7 @@ def _handler() -> _Handler:
     return _Handler(
         about=ocp.JsonCheckpointHandler(),
         params=ocp.PyTreeCheckpointHandler(use_compression=False),
+        ema=ocp.PyTreeCheckpointHandler(use_compression=False),
         rest=ocp.PyTreeCheckpointHandler(use_compression=False),
     )
 

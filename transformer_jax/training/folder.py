@@ -143,7 +143,7 @@ def recorded_config(folder: Path) -> RunConfig:
 def open_trained(folder: Path, dtype: DType | None = None, mesh: Mesh | None = None) -> Trained:
     """Load the newest whole checkpoint of a run, onto the mesh or else the first device.
 
-    Raises `UserError` when there is none.
+    Of a run that keeps a running mean of its parameters it is the mean. Raises `UserError` when there is none.
     """
     config = recorded_config(folder)
     if dtype is not None:
@@ -151,7 +151,8 @@ def open_trained(folder: Path, dtype: DType | None = None, mesh: Mesh | None = N
     model = build(config.model)
     shapes = param_shapes(config.model)
     places = on_first_device(shapes) if mesh is None else on_mesh(mesh, model.logical_axes(), shapes)
-    params, step = restore_params(folder / "checkpoints", places)
+    item = "params" if config.training.ema_decay is None else "ema"
+    params, step = restore_params(folder / "checkpoints", places, item)
     tokenizer = read_tokenizer_files(folder)
     _check_tokenizer(folder, tokenizer)
     return Trained(config, model, cast_matrices(params, config.model.dtype), tokenizer, step)

@@ -159,9 +159,11 @@ def _evaluate(setup: Setup, state: TrainState, log: MetricsLog, console: Console
     """Log and show held-out bits per byte beside the compressors', and a sample."""
     config, step = setup.config, int(state.step)
     batches = map(setup.place_batch, eval_batches(setup.heldout, config.data.batch_size))
-    bits = bits_per_byte(setup.eval_step, state.params, batches, setup.heldout.num_bytes)
+    # What the run's model is to whoever opens it.
+    params = state.params if state.ema is None else state.ema
+    bits = bits_per_byte(setup.eval_step, params, batches, setup.heldout.num_bytes)
     settings = dataclasses.replace(config.decoding, max_tokens=config.training.sample_tokens)
-    params = cast_matrices(state.params, config.model.dtype)
+    params = cast_matrices(params, config.model.dtype)
     prompt = config.training.sample_prompt
     tokenizer = setup.run.tokenizer
     sample = prompt + "".join(stream_text(setup.model, params, tokenizer, tokenizer.begin(prompt), settings))

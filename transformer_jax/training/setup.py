@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from rich.console import Console
 
@@ -78,6 +79,8 @@ def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None)
     _warn_of_loss(run)
     optimizer = make_optimizer(config.optimizer, config.training.steps)
     rows = batch_sharding(mesh, config.data.batch_size)
+    part = config.data.batch_size // config.training.accumulate
+    batch_sharding(mesh, part, "DataConfig.batch_size / TrainingConfig.accumulate")
     step = step_config(config)
     init = _make_init(model, optimizer, config.training.seed, mesh, step)
     shapes = jax.eval_shape(init)
@@ -161,7 +164,7 @@ def _starting_from(
 
     def rest() -> TrainState:
         # What is not returned is not computed: no second set of parameters is made.
-        return init()._replace(params=None)
+        return init()._replace(params=None, ema=None)
 
     def begin() -> TrainState:
         params = own_params()
@@ -169,9 +172,10 @@ def _starting_from(
         if theirs != ours:
             raise UserError("ModelConfig differs in shape from the model that TrainingConfig.start_from names")
         shardings = jax.tree.map(lambda x: x.sharding, shapes)
-        state = jax.jit(rest, out_shardings=shardings._replace(params=None))()
+        state = jax.jit(rest, out_shardings=shardings._replace(params=None, ema=None))()
         # They are there already, unless the caller has put them elsewhere.
-        return state._replace(params=jax.device_put(params, shardings.params))
+        params = jax.device_put(params, shardings.params)
+        return state._replace(params=params, ema=None if shapes.ema is None else jax.tree.map(jnp.copy, params))
 
     return begin
 
