@@ -4,10 +4,12 @@ This file knows nothing of arrays, files or devices.
 """
 
 import dataclasses
+import math
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from transformer_jax.architecture import ModelConfig
+from transformer_jax.architecture import DType, ModelConfig
 from transformer_jax.errors import UserError
 from transformer_jax.settings import check, check_types
 
@@ -49,24 +51,58 @@ class DataConfig:
         check(self, "jsonl_field", self.jsonl_field != "", "the name of a field")
 
 
+GROUPS = ("weight$|mlp/(gate|up|down)$=1,1", "embed$=1,0", "(scale|bias)$=1,0")
+"""Matrices decay; tables and vectors do not."""
+
+
+def parameter_group(text: str) -> tuple[str, float, float]:
+    """Read a row of a table of parameter groups: `pattern=rate,decay`, what the learning rate and the weight decay of
+    the parameters whose names fit the regular expression are multiplied by. Raises `UserError` for anything else."""
+    pattern, _, numbers = text.rpartition("=")
+    try:
+        rate, decay = map(float, numbers.split(","))
+        re.compile(pattern)
+    except (ValueError, re.error):
+        rate, decay = -1.0, -1.0
+    if not (pattern and 0 <= rate < math.inf and 0 <= decay < math.inf):
+        raise UserError(
+            f"OptimizerConfig.groups: found {text!r}; expected a regular expression over parameter names and two"
+            " numbers of at least 0, such as 'embed$=0.5,0': half the learning rate, and no weight decay"
+        )
+    return pattern, rate, decay
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with gradient clipping and a learning rate that warms up linearly, then falls along a cosine."""
+    """How the gradient moves the parameters."""
 
+    kind: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    """Which optimizer; muon is for the matrices inside layers, with adamw for the rest."""
     learning_rate: float = 3e-3
     """The peak, reached at the end of the warm-up."""
     warmup_steps: int = 40
     """Steps over which the learning rate rises from 0."""
+    schedule: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
+    """How it goes on: along half a cosine, or a line, to the final fraction; not at all; stable and then down (wsd); as
+    one over the root of the step."""
     final_fraction: float = 0.05
-    """The learning rate of the last step as a fraction of the peak."""
+    """The learning rate of the last step as a fraction of the peak; constant and inverse_sqrt have none."""
+    decay_fraction: float = 0.2
+    """schedule wsd: the share of the steps, at their end, over which the rate falls."""
     beta1: float = 0.9
-    """Decay of the mean of the gradient."""
+    """Decay of the mean of the gradient, the momentum; adafactor has none."""
     beta2: float = 0.95
-    """Decay of the mean of its square."""
+    """Decay of the mean of its square; lion's, of the momentum. adafactor and sgd have none."""
     eps: float = 1e-8
-    """Added to the root of the mean square."""
+    """Added to the root of the mean square in adamw."""
+    first_moment: DType = "float32"
+    """Precision that the mean of the gradient is kept in. The mean of its square stays float32: in bfloat16 a decay of
+    0.999 would be 1."""
     weight_decay: float = 0.1
-    """Decoupled decay of the matrices; vectors and embeddings are not decayed."""
+    """Decoupled decay of the parameters whose group decays."""
+    groups: tuple[str, ...] = GROUPS
+    """Rows of pattern=rate,decay: what the learning rate and the weight decay of the parameters whose names fit the
+    regular expression are multiplied by. A rate of 0 freezes them. Each parameter fits exactly one."""
     clip_norm: float = 1.0
     """The gradient is scaled down to this global norm when it is longer."""
 
@@ -80,6 +116,23 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             check(self, name, 0 <= getattr(self, name) < 1, "at least 0 and less than 1")
         check(self, "final_fraction", 0 <= self.final_fraction <= 1, "between 0 and 1")
+        check(self, "decay_fraction", 0 < self.decay_fraction <= 1, "more than 0 and at most 1")
+        self._check_used("decay_fraction", self.schedule == "wsd", f"schedule is {self.schedule!r}")
+        falls = self.schedule not in ("constant", "inverse_sqrt")
+        self._check_used("final_fraction", falls, f"schedule is {self.schedule!r}")
+        kind = f"kind is {self.kind!r}"
+        self._check_used("beta1", self.kind != "adafactor", kind)
+        self._check_used("first_moment", self.kind != "adafactor", kind)
+        self._check_used("beta2", self.kind not in ("adafactor", "sgd"), kind)
+        self._check_used("eps", self.kind in ("adamw", "muon"), kind)
+        check(self, "groups", len(self.groups) > 0, "at least one row")
+        for group in self.groups:
+            parameter_group(group)
+
+    def _check_used(self, name: str, used: bool, why: str) -> None:
+        """Refuse a setting that would be ignored."""
+        default = next(field.default for field in dataclasses.fields(self) if field.name == name)
+        check(self, name, used or getattr(self, name) == default, f"{default}: OptimizerConfig.{why}")
 
 
 @dataclass(frozen=True)

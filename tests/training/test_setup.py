@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from transformer_jax.architecture import ModelConfig
-from transformer_jax.config import DataConfig, MeshConfig, RunConfig
+from transformer_jax.config import DataConfig, MeshConfig, OptimizerConfig, RunConfig
 from transformer_jax.errors import UserError
 from transformer_jax.model.transformer import build
 from transformer_jax.pretrained.convert import convert
@@ -18,7 +18,9 @@ from transformer_jax.text.pipeline import make_batches
 from transformer_jax.text.tokenizer import byte_tokenizer
 from transformer_jax.training.folder import open_run
 from transformer_jax.training.open_model import open_model
-from transformer_jax.training.setup import set_up
+from transformer_jax.training.optimizer import make_optimizer
+from transformer_jax.training.setup import _make_init, set_up
+from transformer_jax.training.step import StepConfig
 
 C = ModelConfig(vocab_size=320, max_seq_len=32, num_layers=1, d_model=32, d_ff=64, num_heads=4, dtype="float32")
 MESH = MeshConfig(data=1, fsdp=4, tensor=2)
@@ -67,3 +69,18 @@ def test_a_model_of_another_shape_is_refused(run):
     other = build(dataclasses.replace(C, d_ff=48)).init(jax.random.key(0))
     with pytest.raises(UserError, match="ModelConfig differs in shape"):
         set_up(run, make_mesh(MESH), lambda: other).init()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "lion", "muon", "sgd"])
+def test_what_an_optimizer_keeps_is_split_as_its_parameter(kind):
+    """Whatever it wraps it in; Adafactor's rows and columns, which are short, are whole."""
+    mesh = make_mesh(MeshConfig(data=1, fsdp=8))
+    model = build(C)
+    optimizer = make_optimizer(OptimizerConfig(kind=kind), steps=3)
+    shapes = jax.eval_shape(_make_init(model, optimizer, 0, mesh, StepConfig(ema_decay=0.9)))
+    table = shapes.params["embed"]
+    split = [x for x in jax.tree.leaves(shapes.opt_state) if x.shape == table.shape]
+    assert len(split) == {"adamw": 2, "adafactor": 1, "lion": 1, "muon": 2, "sgd": 1}[kind]
+    for x in (*split, shapes.ema["embed"]):
+        assert x.sharding == table.sharding
+        assert not x.sharding.is_fully_replicated

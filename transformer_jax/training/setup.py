@@ -1,5 +1,6 @@
 """From a run's folder to the functions and texts that it trains with."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,20 +8,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 from rich.console import Console
 
-from transformer_jax.config import RunConfig
+from transformer_jax.config import GROUPS, RunConfig
 from transformer_jax.decoding.prefill import check_prompt
 from transformer_jax.errors import UserError
 from transformer_jax.machine import memory_bytes
 from transformer_jax.model.cost import num_params
-from transformer_jax.model.transformer import Model, Params, build
+from transformer_jax.model.transformer import Model, Params, build, param_shapes
+from transformer_jax.report import make_table
 from transformer_jax.sharding import Mesh, batch_sharding, param_shardings, replicated
 from transformer_jax.text.corpus import CompressedSizes, compressed_sizes
 from transformer_jax.text.pipeline import Batch, Windows, make_batches, make_windows
 from transformer_jax.training.evaluation import EvalStep, make_eval_step
 from transformer_jax.training.folder import Run
 from transformer_jax.training.optimizer import make_optimizer
+from transformer_jax.training.parameter_groups import group_table
 from transformer_jax.training.step import StepConfig, TrainState, TrainStep, compile_train_step, init_state
 
 
@@ -77,6 +81,7 @@ def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None)
     # Refuses a text shorter than one window now, and not after the run has been recorded.
     make_batches(train, config.data.batch_size, seed=config.data.seed).close()
     _warn_of_loss(run)
+    group_table(config.optimizer.groups, param_shapes(config.model))
     optimizer = make_optimizer(config.optimizer, config.training.steps)
     rows = batch_sharding(mesh, config.data.batch_size)
     part = config.data.batch_size // config.training.accumulate
@@ -148,13 +153,27 @@ def _make_init(
     shapes = jax.eval_shape(init)
     params = param_shardings(mesh, model.logical_axes(), shapes.params)
     whole = replicated(mesh)
-    moments: Any = optax.tree.map_params(
-        optimizer, lambda _, sharding: sharding, shapes.opt_state, params, transform_non_params=lambda _: whole
-    )
+    moments = _moment_shardings(shapes.opt_state, shapes.params, params, whole)
     kept: Any = jax.tree.map(lambda _: whole, shapes)
     ema = None if shapes.ema is None else params
     shardings: Any = kept._replace(params=params, opt_state=moments, ema=ema)
     return jax.jit(init, out_shardings=shardings)
+
+
+def _moment_shardings(moments: Any, shapes: Params, shardings: Any, whole: NamedSharding) -> Any:
+    """Split what an optimizer keeps as its parameter is, where it has its name and shape; the rest is small."""
+    leaves = jax.tree.leaves_with_path(shapes)
+    known = {
+        (_dict_keys(path), shape.shape): at
+        for (path, shape), at in zip(leaves, jax.tree.leaves(shardings), strict=True)
+    }
+    return jax.tree_util.tree_map_with_path(lambda path, x: known.get((_dict_keys(path), x.shape), whole), moments)
+
+
+def _dict_keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The keys in which a path ends: within what an optimizer keeps, they are the parameter's own."""
+    ends = itertools.takewhile(lambda entry: isinstance(entry, jax.tree_util.DictKey), reversed(path))
+    return tuple(entry.key for entry in ends)
 
 
 def _starting_from(
@@ -184,6 +203,13 @@ def describe(setup: Setup, mesh: Mesh, console: Console) -> None:
     """Say what is trained on what."""
     config, documents = setup.config, setup.run.split
     skipped = f" {len(setup.run.skipped)} files that are not text were left out." if setup.run.skipped else ""
+    if config.optimizer.groups != GROUPS:
+        rows = [
+            [row.pattern, f"{row.learning_rate:g}", f"{row.weight_decay:g}", str(len(row.names)), f"{row.numbers:,}"]
+            for row in group_table(config.optimizer.groups, setup.shapes.params)
+        ]
+        columns = ["pattern", "learning rate x", "weight decay x", "parameters", "numbers"]
+        console.print(make_table("Parameter groups", columns, rows))
     console.print(
         f"Text: {len(documents.train):,} documents, {setup.train.num_bytes / 1e6:.1f} MB, {setup.train.num_targets:,}"
         f" tokens to train on; {len(documents.heldout):,} documents, {setup.heldout.num_bytes / 1e6:.2f} MB held out."
