@@ -93,12 +93,16 @@ def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
 def _decay(config: OptimizerConfig) -> optax.GradientTransformation:
     """Add the decay of each parameter to its direction, and multiply by what its group says."""
 
+    def one(u: jax.Array, p: jax.Array, rate: float, decay: float) -> jax.Array:
+        if not rate:
+            # Also where the direction is not finite.
+            return jnp.zeros_like(u)
+        u = u + config.weight_decay * decay * p if config.weight_decay * decay else u
+        return u if rate == 1 else rate * u
+
     def update(updates: Any, params: Any) -> Any:
         assert params is not None
-        rates, decays = multipliers(config.groups, params)
-        return jax.tree.map(
-            lambda u, p, rate, decay: rate * (u + config.weight_decay * decay * p), updates, params, rates, decays
-        )
+        return jax.tree.map(one, updates, params, *multipliers(config.groups, params))
 
     return optax.stateless(update)
 
