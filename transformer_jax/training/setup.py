@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 from rich.console import Console
 
 from transformer_jax.config import GROUPS, RunConfig
@@ -160,7 +159,7 @@ def _make_init(
     return jax.jit(init, out_shardings=shardings)
 
 
-def _moment_shardings(moments: Any, shapes: Params, shardings: Any, whole: NamedSharding) -> Any:
+def _moment_shardings(moments: Any, shapes: Params, shardings: Any, whole: Any) -> Any:
     """Split what an optimizer keeps as its parameter is, where it has its name and shape; the rest is small."""
     leaves = jax.tree.leaves_with_path(shapes)
     known = {
