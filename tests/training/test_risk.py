@@ -7,7 +7,7 @@ import pytest
 
 from transformer_jax.config import ObjectiveConfig
 from transformer_jax.errors import UserError
-from transformer_jax.training.risk import domain_ratios, risk_ratios, risk_value
+from transformer_jax.training.risk import domain_ratios, risk_ratios, units_of
 
 RNG = np.random.default_rng(0)
 LOSSES = RNG.exponential(size=(3, 7)).astype(np.float32)
@@ -60,6 +60,15 @@ def by_definition(config, losses, weights=WEIGHTS):
         total += min(mass, left) * value
         left = max(left - mass, 0)
     return total / whole
+
+
+def risk_value(config, losses, weights, segment_ids, ratios):
+    """The risk itself, of which the ratios are the gradient."""
+    if config.risk == "entropic":
+        units = units_of(losses, weights, segment_ids, config.level)
+        exponents = jnp.where(units.weights > 0, config.beta * units.losses, -jnp.inf)
+        return jax.nn.logsumexp(exponents, b=units.weights / units.weights.sum()) / config.beta
+    return jnp.sum(losses * weights * ratios) / weights.sum()
 
 
 @every_risk

@@ -103,16 +103,6 @@ def domain_ratios(
     return ratios[domains], beliefs
 
 
-def risk_value(config: ObjectiveConfig, losses: Array, weights: Array, segment_ids: Array, ratios: Array) -> Array:
-    """The risk itself, in the unit of the losses."""
-    if config.risk == "entropic":
-        units = units_of(losses, weights, segment_ids, config.level)
-        exponents = jnp.where(units.weights > 0, config.beta * units.losses, -jnp.inf)
-        mean = jax.nn.logsumexp(exponents, b=_over(units.weights, units.weights.sum()))
-        return mean / config.beta
-    return _over(jnp.sum(losses * weights * ratios), weights.sum())
-
-
 def _over(x: Array, y: Array) -> Array:
     """x / y, and 0 where there is nothing to divide by."""
     return jnp.where(y > 0, x / jnp.where(y > 0, y, 1), 0)
