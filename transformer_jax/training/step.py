@@ -134,18 +134,21 @@ def make_train_step(model: Model, optimizer: optax.GradientTransformation, confi
         batch = jax.tree.map(jnp.asarray, batch)
         taken = take(model, config, state, batch, jax.random.fold_in(state.key, state.step))
         norm = optax.tree.norm(taken.grads)
-        updates, opt_state = optimizer.update(taken.grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        changed = state._replace(
-            params=params,
-            opt_state=opt_state,
-            updates=state.updates + 1,
-            usual_norm=USUAL_DECAY * state.usual_norm + (1 - USUAL_DECAY) * norm,
-            ema=None if state.ema is None else _moved(state.ema, params, config.ema_decay),
-            beliefs=taken.beliefs,
-        )
-        changes = _is_usual(config, state, norm, taken.sums)
-        state = jax.tree.map(lambda new, old: jnp.where(changes, new, old), changed, state)
+
+        def change(state: TrainState) -> TrainState:
+            updates, opt_state = optimizer.update(taken.grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            return state._replace(
+                params=params,
+                opt_state=opt_state,
+                updates=state.updates + 1,
+                usual_norm=USUAL_DECAY * state.usual_norm + (1 - USUAL_DECAY) * norm,
+                ema=None if state.ema is None else _moved(state.ema, params, config.ema_decay),
+                beliefs=taken.beliefs,
+            )
+
+        # A choice between branches: one between arrays would read and write all of them once more.
+        state = jax.lax.cond(_is_usual(config, state, norm, taken.sums), change, lambda state: state, state)
         metrics = _figures(config.objective, taken) | {"grad_norm": norm, "updates": state.updates}
         return state._replace(step=state.step + 1), metrics
 
