@@ -1,6 +1,7 @@
 """What every test runs under: eight CPU devices, shapes and types checked on every call, repeatable runs."""
 
 import os
+import shutil
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +13,11 @@ import pytest
 if "JAX_PLATFORMS" not in os.environ:
     jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+# What programs that tests start keep for later is kept here, and no text is taken from an earlier run's tokens.
+cache = Path(__file__).parent.parent / ".pytest_cache" / "user"
+os.environ["XDG_CACHE_HOME"] = str(cache)
+shutil.rmtree(cache / "transformer_jax" / "tokens", ignore_errors=True)
 
 # Most of a test's time is compilation; what an earlier run compiled is read back, however small.
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))

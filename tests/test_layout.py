@@ -69,7 +69,7 @@ def test_every_floor_is_a_package_with_its_order_in_a_contract(repository: Path)
         ("sharding.py", "import transformer_jax.model.transformer", "A file imports"),
         ("new_file.py", "import json", "A file imports"),
         ("model/masks.py", "from transformer_jax.model import attention", "Inside model"),
-        ("text/tokenizer.py", "from transformer_jax.text.corpus import read_corpus", "Inside text"),
+        ("text/tokenizer.py", "from transformer_jax.text.corpus import find_corpus", "Inside text"),
         ("decoding/sampling.py", "import transformer_jax.decoding.generate", "Inside decoding"),
         ("training/objectives.py", "import transformer_jax.training.step", "Inside training"),
         ("analysis/new_file.py", "import json", "Inside analysis"),

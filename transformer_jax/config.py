@@ -23,7 +23,15 @@ class DataConfig:
     paths: tuple[str, ...] = ()
     """Text files, folders, globs or JSONL files. None given: the Python standard library's own source."""
     jsonl_field: str = "text"
-    """The field of a JSONL line that holds its document."""
+    """The field of a record, of a JSONL, Parquet or ArrayRecord file, that holds its document: text, or the messages of
+    a conversation, of which the assistant's turns alone are learnt."""
+    weight_field: str | None = None
+    """The field of a record that says how much its document counts in training. None: all count alike."""
+    mixture: tuple[float, ...] = ()
+    """How often windows are drawn from each of the paths, relative to each other. None given: every window of all of
+    them once an epoch."""
+    cache: str | None = None
+    """The folder where texts are kept once they are tokenized. None: in the user's cache folder."""
     tokenizer: str = "bpe"
     """bytes, bpe (trained on this corpus), the path of a tokenizer.json, or model: that of the model to start from."""
     bpe_vocab_size: int = 2048
@@ -49,6 +57,11 @@ class DataConfig:
         check(self, "seed", 0 <= self.seed < 2**32, "at least 0 and less than 2**32")
         check(self, "tokenizer", self.tokenizer != "", "bytes, bpe, or the path of a tokenizer.json")
         check(self, "jsonl_field", self.jsonl_field != "", "the name of a field")
+        check(self, "weight_field", self.weight_field != "", "the name of a field, or null")
+        check(self, "cache", self.cache != "", "the name of a folder, or null")
+        if self.mixture:
+            sizes = f"a number of more than 0 for each of the {len(self.paths)} DataConfig.paths"
+            check(self, "mixture", len(self.mixture) == len(self.paths) and min(self.mixture) > 0, sizes)
 
 
 GROUPS = ("weight$|mlp/(gate|up|down)$=1,1", "embed$=1,0", "(scale|bias)$=1,0")
@@ -139,6 +152,13 @@ class OptimizerConfig:
 class ObjectiveConfig:
     """What is optimised: what a token costs, and what part of the costs counts."""
 
+    predict: Literal["next", "prefix", "masked"] = "next"
+    """What is predicted: every next token; every token behind a prefix of random length that sees all of itself; or, by
+    an encoder, tokens that are hidden."""
+    mask_fraction: float = 0.15
+    """predict masked: the share of the tokens that are to be predicted."""
+    domain_weights: tuple[float, ...] = ()
+    """How much a token counts of the documents of each of DataConfig.paths. None given: all alike."""
     label_smoothing: float = 0.0
     """Part of each target that is spread over the whole vocabulary."""
     focal: float = 0.0
@@ -161,6 +181,11 @@ class ObjectiveConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        check(self, "mask_fraction", 0 < self.mask_fraction <= 1, "more than 0 and at most 1")
+        masked = self.predict == "masked" or self.mask_fraction == 0.15
+        check(self, "mask_fraction", masked, f"0.15: ObjectiveConfig.predict is {self.predict!r}")
+        for weight in self.domain_weights:
+            check(self, "domain_weights", 0 <= weight < 1e30, "numbers of at least 0")
         check(self, "label_smoothing", 0 <= self.label_smoothing < 1, "at least 0 and less than 1")
         for name in ("focal", "z_loss"):
             check(self, name, getattr(self, name) >= 0, "at least 0")
@@ -293,6 +318,12 @@ class RunConfig:
             raise UserError(
                 f"TrainingConfig.accumulate is {self.training.accumulate}; expected a divisor of"
                 f" DataConfig.batch_size = {self.data.batch_size}"
+            )
+        weights, paths = self.objective.domain_weights, self.data.paths
+        if weights and len(weights) != len(paths):
+            raise UserError(
+                f"ObjectiveConfig.domain_weights is {weights}; expected a number for each of the {len(paths)}"
+                " DataConfig.paths"
             )
         if self.data.seq_len > self.model.max_seq_len:
             raise UserError(

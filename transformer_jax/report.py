@@ -28,10 +28,12 @@ class Console(rich.console.Console):
 
 
 @contextmanager
-def reading_progress(console: rich.console.Console | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Show how much of a model has been read, on stderr: a bar on a terminal, a line now and then elsewhere.
+def reading_progress(
+    console: rich.console.Console | None = None, unit: str = "parameters"
+) -> Iterator[Callable[[int, int], None]]:
+    """Show how much of a model or a text has been read, on stderr: a bar on a terminal, a line now and then elsewhere.
 
-    Yields what takes how many of how many numbers have been read. What is quick is not shown at all.
+    Yields what takes how many of how many units have been read. What is quick is not shown at all.
     """
     console = rich.console.Console(stderr=True) if console is None else console
     columns = (TextColumn("reading {task.fields[millions]}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
@@ -46,13 +48,13 @@ def reading_progress(console: rich.console.Console | None = None) -> Iterator[Ca
         if not started:
             started = printed = now
             bar.start_task(task)
-        bar.update(task, completed=done, total=total, millions=f"{total / 1e6:,.0f} M parameters")
+        bar.update(task, completed=done, total=total, millions=f"{total / 1e6:,.0f} M {unit}")
         if console.is_terminal and now - started > SECONDS_WITHOUT_BAR:
             # Does nothing to one that is there.
             bar.start()
         elif not console.is_terminal and now - printed > SECONDS_BETWEEN_LINES:
             printed = now
-            console.print(f"{done / 1e6:,.0f}/{total / 1e6:,.0f} M parameters read", highlight=False)
+            console.print(f"{done / 1e6:,.0f}/{total / 1e6:,.0f} M {unit} read", highlight=False)
 
     try:
         yield report
@@ -72,7 +74,7 @@ def make_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def plot_curves(rows: Sequence[Mapping[str, Any]], baselines: Mapping[str, float], path: Path) -> None:
-    """Draw a run's training loss and held-out bits per byte over its steps as a PNG.
+    """Draw a run's training loss and held-out bits per byte, or held-out loss, over its steps as a PNG.
 
     `rows` are the records of metrics.jsonl; `baselines` are horizontal lines beside the bits per byte.
     """
@@ -85,13 +87,14 @@ def plot_curves(rows: Sequence[Mapping[str, Any]], baselines: Mapping[str, float
     steps = [row for row in rows if "loss" in row]
     left.plot([row["step"] for row in steps], [row["loss"] for row in steps], linewidth=0.8)
     left.set(xlabel="step", ylabel="nats per token", title="Training loss")
-    evals = [row for row in rows if "heldout_bits_per_byte" in row]
-    right.plot(
-        [row["step"] for row in evals], [row["heldout_bits_per_byte"] for row in evals], marker="o", label="model"
-    )
+    figure_name, unit = "heldout_bits_per_byte", "bits per byte"
+    if not any(figure_name in row for row in rows):
+        figure_name, unit = "heldout_loss", "nats per hidden token"
+    evals = [row for row in rows if figure_name in row]
+    right.plot([row["step"] for row in evals], [row[figure_name] for row in evals], marker="o", label="model")
     for index, (name, value) in enumerate(baselines.items()):
         right.axhline(value, linestyle="--", linewidth=0.8, color=f"C{index + 1}", label=name)
-    right.set(xlabel="step", ylabel="bits per byte", title="Held-out text")
+    right.set(xlabel="step", ylabel=unit, title="Held-out text")
     right.legend()
     for axes in (left, right):
         axes.grid(alpha=0.3)

@@ -11,7 +11,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from transformer_jax.config import MeshConfig
 from transformer_jax.errors import UserError
@@ -110,5 +110,5 @@ def on_mesh(mesh: Mesh, logical_axes: Any, shapes: Any) -> Any:
 
 def on_first_device(shapes: Any) -> Any:
     """The same shapes, each whole on the first device of this process."""
-    here = SingleDeviceSharding(jax.local_devices()[0])
+    here = replicated(make_mesh(MeshConfig(), jax.local_devices()[:1]))
     return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=here), shapes)

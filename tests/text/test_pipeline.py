@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.text.documents import windows_of
 from transformer_jax.errors import UserError
-from transformer_jax.text import pipeline
+from transformer_jax.text import tokens
 from transformer_jax.text.pipeline import Batch, Windows, eval_batches, make_batches, make_windows
 from transformer_jax.text.tokenizer import byte_tokenizer
+from transformer_jax.text.tokens import Tokens
 
 BYTES = byte_tokenizer()
 EOT = BYTES.end_of_text
@@ -23,11 +25,17 @@ def numbered_windows(count: int, seq_len: int = 4) -> Windows:
     """Windows of one document whose first token is the number of the window."""
     numbers = "".join(f"{chr(number)}{'-' * (seq_len - 1)}" for number in range(1, count + 1))
     stream = np.frombuffer((numbers + "-").encode(), np.uint8).astype(np.int32)
-    return Windows(stream, np.array([0]), seq_len, len(numbers), np.zeros(1, np.int32))
+    one = np.zeros(1, np.int32)
+    weights, chats = one.astype(np.float32), one.astype(bool)
+    return make_windows(Tokens(stream, np.array([0]), one, weights, chats, None, len(numbers)), seq_len)
 
 
 def numbers_of(batches: Iterable[Batch]) -> list[list[int]]:
     return [batch.tokens[:, 0].tolist() for batch in batches]
+
+
+def joined(shards: Sequence[Batch]) -> Batch:
+    return Batch(*map(np.concatenate, zip(*(shard[:6] for shard in shards), strict=True)))
 
 
 def take(count: int, batches: Iterable[Batch]) -> list[Batch]:
@@ -37,7 +45,8 @@ def take(count: int, batches: Iterable[Batch]) -> list[Batch]:
 def assert_equal(some: Sequence[Batch], others: Sequence[Batch]) -> None:
     assert len(some) == len(others)
     for one, other in zip(some, others, strict=True):
-        for name, ours, theirs in zip(Batch._fields, one, other, strict=True):
+        assert one.prefix_lengths is other.prefix_lengths is None
+        for name, ours, theirs in zip(Batch._fields, one[:6], other[:6], strict=False):
             assert ours.dtype == theirs.dtype
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
@@ -60,9 +69,9 @@ def pack_slowly(texts: Sequence[str], seq_len: int) -> list[list[tuple[int, int,
 
 @given(texts=some_texts, seq_len=st.integers(1, 7))
 def test_windows_are_packed_as_counted_token_by_token(texts: list[str], seq_len: int) -> None:
-    windows = make_windows(texts, BYTES, seq_len, domains=[number % 3 for number in range(len(texts))])
+    windows = windows_of(texts, seq_len, domains=[number % 3 for number in range(len(texts))])
     packed = [
-        list(zip(*(row.tolist() for row in window), strict=True))
+        list(zip(*(row.tolist() for row in window[:6]), strict=True))
         for window in (windows[i] for i in range(len(windows)))
     ]
     assert packed == pack_slowly(texts, seq_len)
@@ -70,7 +79,7 @@ def test_windows_are_packed_as_counted_token_by_token(texts: list[str], seq_len:
 
 @given(texts=some_texts, seq_len=st.integers(1, 7))
 def test_an_epoch_has_every_token_as_target_exactly_once(texts: list[str], seq_len: int) -> None:
-    windows = make_windows(texts, BYTES, seq_len)
+    windows = windows_of(texts, seq_len)
     batches = list(eval_batches(windows, 2))
     targets = np.concatenate([batch.targets[batch.loss_weights == 1] for batch in batches])
     tokens = np.concatenate([batch.tokens[batch.loss_weights == 1] for batch in batches])
@@ -82,7 +91,7 @@ def test_an_epoch_has_every_token_as_target_exactly_once(texts: list[str], seq_l
 
 
 def test_the_picture_of_the_module() -> None:
-    windows = make_windows(["12", "3", "456"], BYTES, 4)
+    windows = windows_of(["12", "3", "456"], 4)
     (batch,) = eval_batches(windows, 3)
     a, b, c, d, e, f = b"123456"
     assert batch.tokens.tolist() == [[EOT, a, b, EOT], [c, EOT, d, e], [f, 0, 0, 0]]
@@ -90,17 +99,17 @@ def test_the_picture_of_the_module() -> None:
     assert batch.positions.tolist() == [[0, 1, 2, 0], [0, 0, 1, 2], [0, -1, -1, -1]]
     assert batch.segment_ids.tolist() == [[1, 1, 1, 2], [1, 2, 2, 2], [1, 0, 0, 0]]
     assert batch.loss_weights.tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0]]
-    assert [array.dtype for array in batch] == [np.int32] * 4 + [np.float32, np.int32]
+    assert [array.dtype for array in batch[:6]] == [np.int32] * 4 + [np.float32, np.int32]
 
 
 def test_each_input_is_of_the_domain_of_its_document() -> None:
-    windows = make_windows(["12", "3", "456"], BYTES, 4, domains=[2, 0, 1])
+    windows = windows_of(["12", "3", "456"], 4, domains=[2, 0, 1])
     (batch,) = eval_batches(windows, 3)
     assert batch.domains.tolist() == [[2, 2, 2, 0], [0, 1, 1, 1], [1, 0, 0, 0]]
 
 
 def test_padding_is_told_by_segments_and_weights_whatever_ids_the_text_has() -> None:
-    windows = make_windows(["\0\0\0\0"], BYTES, 4)
+    windows = windows_of(["\0\0\0\0"], 4)
     window = windows[0]
     assert window.tokens.tolist() == [EOT, 0, 0, 0]
     assert window.segment_ids.tolist() == [1, 1, 1, 1]
@@ -109,12 +118,12 @@ def test_padding_is_told_by_segments_and_weights_whatever_ids_the_text_has() -> 
 
 def test_tokenizing_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["a" * length for length in (5, 1, 30, 2, 2, 9)]
-    whole = make_windows(texts, BYTES, 4)
+    whole = windows_of(texts, 4)
     for size in (1, 6, 10, 49):
-        monkeypatch.setattr(pipeline, "_CHARACTERS_AT_ONCE", size)
-        pieces = make_windows(texts, BYTES, 4)
-        np.testing.assert_array_equal(pieces.stream, whole.stream)
-        np.testing.assert_array_equal(pieces.starts, whole.starts)
+        monkeypatch.setattr(tokens, "_CHARACTERS_AT_ONCE", size)
+        pieces = windows_of(texts, 4)
+        np.testing.assert_array_equal(pieces.tokens.stream, whole.tokens.stream)
+        np.testing.assert_array_equal(pieces.tokens.starts, whole.tokens.starts)
         assert pieces.num_bytes == whole.num_bytes == 49
 
 
@@ -152,7 +161,7 @@ def test_the_order_of_a_seed_is_the_one_that_runs_were_trained_with() -> None:
 
 
 def test_resuming_at_every_step_gives_the_uninterrupted_rest() -> None:
-    windows = make_windows([f"document {i} " * (i % 3 + 1) for i in range(9)], BYTES, 8)
+    windows = windows_of([f"document {i} " * (i % 3 + 1) for i in range(9)], 8)
     batch_size = 4
     steps = 5 * len(windows) // (2 * batch_size)
     assert len(windows) % batch_size, "a batch has to reach over the end of an epoch"
@@ -176,17 +185,17 @@ def test_shards_together_are_the_whole_stream(shard_count: int) -> None:
         take(7, make_batches(windows, 6, seed=5, start=2, shard_index=index, shard_count=shard_count))
         for index in range(shard_count)
     ]
-    assert_equal([Batch(*map(np.concatenate, zip(*rows, strict=True))) for rows in zip(*shards, strict=True)], whole)
+    assert_equal([joined(rows) for rows in zip(*shards, strict=True)], whole)
     held_out = [
         list(eval_batches(windows, 6, shard_index=index, shard_count=shard_count)) for index in range(shard_count)
     ]
-    together = [Batch(*map(np.concatenate, zip(*rows, strict=True))) for rows in zip(*held_out, strict=True)]
+    together = [joined(rows) for rows in zip(*held_out, strict=True)]
     assert_equal(together, list(eval_batches(windows, 6)))
 
 
 @pytest.mark.parametrize(("workers", "start"), [(2, 3), pytest.param(1, 0, marks=pytest.mark.slow)])
 def test_workers_change_nothing_and_may_change_on_resume(workers: int, start: int) -> None:
-    windows = make_windows([f"document {i} " * (i % 3 + 1) for i in range(9)], BYTES, 8)
+    windows = windows_of([f"document {i} " * (i % 3 + 1) for i in range(9)], 8)
     alone = take(9, make_batches(windows, 4, seed=3))
     with contextlib.closing(make_batches(windows, 4, seed=3, workers=workers, start=start)) as batches:
         assert_equal(take(9 - start, batches), alone[start:])
@@ -196,10 +205,10 @@ def test_workers_change_nothing_and_may_change_on_resume(workers: int, start: in
 def test_workers_outlive_ctrl_c_and_end_when_the_training_process_is_killed() -> None:
     code = (
         "import os, signal\n"
-        "from transformer_jax.text.pipeline import make_batches, make_windows\n"
-        "from transformer_jax.text.tokenizer import byte_tokenizer\n"
+        "from tests.text.documents import windows_of\n"
+        "from transformer_jax.text.pipeline import make_batches\n"
         "if __name__ == '__main__':\n"
-        "    batches = make_batches(make_windows(['text'] * 9, byte_tokenizer(), 4), 2, seed=0, workers=1)\n"
+        "    batches = make_batches(windows_of(['text'] * 9, 4), 2, seed=0, workers=1)\n"
         "    next(batches)\n"
         "    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "    os.killpg(0, signal.SIGINT)\n"
@@ -215,29 +224,23 @@ def test_workers_outlive_ctrl_c_and_end_when_the_training_process_is_killed() ->
 def test_evaluation_is_in_order_once_and_filled_with_padding() -> None:
     batches = list(eval_batches(numbered_windows(5), 3))
     assert numbers_of(batches) == [[1, 2, 3], [4, 5, 0]]
-    empty = Batch(*(array[2] for array in batches[1]))
+    empty = Batch(*(array[2] for array in batches[1][:6]))
     assert empty.positions.tolist() == [-1] * 4
     assert not any(array.any() for array in (empty.tokens, empty.targets, empty.segment_ids, empty.loss_weights))
 
 
 def test_text_shorter_than_a_window_is_refused_for_training_and_can_be_evaluated_on() -> None:
-    fits = make_windows(["abc"], BYTES, 4)  # <eot> a b c <eot>
+    fits = windows_of(["abc"], 4)  # <eot> a b c <eot>
     assert take(1, make_batches(fits, 1, seed=0))[0].loss_weights.all()
-    short = make_windows(["abc"], BYTES, 5)
+    short = windows_of(["abc"], 5)
     with pytest.raises(UserError, match=r"5 tokens long and one window needs 6.*DataConfig\.seq_len"):
         make_batches(short, 1, seed=0)
     assert sum(batch.loss_weights.sum() for batch in eval_batches(short, 1)) == 4
 
 
-def test_a_token_outside_the_vocabulary_is_refused() -> None:
-    assert len(make_windows(["abc"], BYTES, 4, vocab_size=257)) == 1
-    with pytest.raises(UserError, match=r"token id 256, outside the vocabulary of 256; .* at least 257"):
-        make_windows(["abc"], BYTES, 4, vocab_size=256)
-
-
 def test_no_documents_bad_shards_and_bad_starts_are_refused() -> None:
     with pytest.raises(UserError, match="no document"):
-        make_windows([], BYTES, 4)
+        windows_of([], 4)
     windows = numbered_windows(5)
     with pytest.raises(UserError, match=r"batch_size is 5; expected a multiple of the 2"):
         make_batches(windows, 5, seed=0, shard_count=2)

@@ -34,7 +34,7 @@ def test_a_run_below_its_own_corpus_is_no_part_of_it(corpus):
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         for paths in ((str(corpus),), (f"{corpus}/**/*",)):
             again = open_run(folder, config(corpus, paths=paths))
-            assert again.fingerprint == first.fingerprint
+            assert again.survey.fingerprint == first.survey.fingerprint
 
 
 def test_the_same_text_at_another_path_is_the_same_run(corpus, tmp_path_factory):

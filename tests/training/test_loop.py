@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.text.documents import windows_of
 from transformer_jax.errors import UserError
-from transformer_jax.text.corpus import read_corpus, split
-from transformer_jax.text.pipeline import eval_batches, make_windows
+from transformer_jax.text.corpus import find_corpus, split
+from transformer_jax.text.pipeline import eval_batches
 from transformer_jax.text.tokenizer import train_bpe
-from transformer_jax.training.evaluation import bits_per_byte, make_eval_step
+from transformer_jax.training.evaluation import evaluate, make_eval_step
 from transformer_jax.training.folder import open_trained
 
 TINY = [
@@ -152,11 +153,11 @@ def test_a_run_leaves_what_it_learnt(finished, corpus):
     rates = [row["learning_rate"] for row in training]
     cosine = [0.05 + 0.95 * (1 + math.cos(math.pi * (t - 2) / 38)) / 2 for t in range(3, 41)]
     np.testing.assert_allclose(rates, [3e-3 * f for f in (0.5, 1.0, *cosine)], rtol=1e-5)
-    texts = [d.text for d in split(read_corpus([str(corpus)]).documents, 0.2).heldout]
-    windows = make_windows(texts, trained.tokenizer, 16)
-    bits = bits_per_byte(
-        jax.jit(make_eval_step(trained.model)), trained.params, eval_batches(windows, 4), windows.num_bytes
-    )
+    found = find_corpus([str(corpus)])
+    parts = split(found.documents(), found.survey(), 0.2)
+    windows = windows_of([part.heldout.text for part in parts if part.heldout is not None], 16)
+    step = jax.jit(make_eval_step(trained.model))
+    bits = evaluate(step, trained.params, eval_batches(windows, 4), windows.num_bytes).bits_per_byte
     assert rows[-1]["heldout_bits_per_byte"] == pytest.approx(bits, rel=2e-3)
     assert trained.config.training.steps == 40
     assert trained.config.model.vocab_size == 257
@@ -233,7 +234,7 @@ def test_bad_settings_and_folders_are_refused(finished, corpus, environment, tmp
     assert "empty" in error("--data.paths", str(empty), folder=tmp_path / "c")
     (tmp_path / "short.txt").write_text("short text")
     assert "one window needs 17" in error("--data.paths", str(tmp_path / "short.txt"), folder=tmp_path / "d")
-    assert "needs 'causal'" in error("--model.attention", "bidirectional", folder=tmp_path / "e")
+    assert "predicts what is 'masked'" in error("--model.attention", "bidirectional", folder=tmp_path / "e")
     assert not (tmp_path / "e" / "config.json").exists()
     assert "cannot hold a run" in error(folder=tmp_path / "short.txt")
     assert "GB of memory; found" in error("--model.d-ff", "1000000000", folder=tmp_path / "f")

@@ -128,7 +128,7 @@ def test_packed_documents_cost_what_they_cost_alone():
     alone = [jax.tree.map(np.zeros_like, packed) for _ in range(2)]
     for document, columns in zip(alone, (slice(0, 10), slice(10, 16)), strict=True):
         document.positions[:] = -1
-        for whole, part in zip(packed, document, strict=True):
+        for whole, part in zip(packed[:6], document[:6], strict=True):
             part[:, : whole[:, columns].shape[1]] = whole[:, columns]
     params = build(C).init(jax.random.key(0))
     loss = jax.jit(lambda batch: jnp.sum(batch_losses(build(C), params, batch)[0].nll * batch.loss_weights))

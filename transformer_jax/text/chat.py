@@ -35,15 +35,63 @@ def encode_chat(tokenizer: Tokenizer, messages: Any, *, add_generation_prompt: b
     What the tokenizer puts before every text stands there once, whether or not the template writes it too. Raises
     `UserError` for a tokenizer without a template, and for messages that are none or that the template refuses.
     """
+    return _encode(tokenizer, _marked(tokenizer, messages, add_generation_prompt))
+
+
+def encode_lesson(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    """Encode a whole conversation, and tell which of its tokens the assistant has to know how to say.
+
+        <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
+        .            . . .  .         .  .            .         . x    x         x
+
+    They are what the template puts between the prompt of a turn and what comes after the turn. Raises `UserError` for a
+    template that shows a turn otherwise once the conversation has gone on, as those do that drop earlier thoughts.
+    """
+    text = _marked(tokenizer, messages, False)
+    ids = _encode(tokenizer, text)
+    said = [False] * len(ids)
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if number == 0:
+            raise UserError("message 0 is the assistant's; expected a conversation that somebody else begins")
+        parts = (_marked(tokenizer, messages[:number], True), _marked(tokenizer, messages[: number + 1], False))
+        if not all(text.startswith(part) for part in parts):
+            raise UserError(
+                f"the chat template does not show message {number} in the whole conversation as it shows it alone:"
+                " give it conversations that end with the one answer to be learnt"
+            )
+        begin, end = (_common(_encode(tokenizer, part), ids) for part in parts)
+        said[begin:end] = [True] * (end - begin)
+    return ids, said
+
+
+def _common(some: Sequence[int], others: Sequence[int]) -> int:
+    """Count the ids that two texts have in common from their beginning: the border of a part may lie in a token."""
+    pairs = zip(some, others, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(some), len(others)))
+
+
+def _control(tokenizer: Tokenizer) -> re.Pattern[str]:
+    names = sorted(tokenizer.control_tokens, key=len, reverse=True)
+    return re.compile(f"{TEXT_MARK}?({'|'.join(map(re.escape, names))})")
+
+
+def _marked(tokenizer: Tokenizer, messages: Any, add_generation_prompt: bool) -> str:
+    """Run the template. What reads like a control token in a message stands behind a mark."""
     if tokenizer.chat_template is None:
         raise UserError("the model has no chat template, so it does not know conversations; give it a prompt instead")
-    names = sorted(tokenizer.control_tokens, key=len, reverse=True)
-    control = re.compile(f"{TEXT_MARK}?({'|'.join(map(re.escape, names))})")
+    control = _control(tokenizer)
     guarded = [
         {field: control.sub(rf"{TEXT_MARK}\1", value) for field, value in message.items()}
         for message in _check_messages(messages)
     ]
-    text = render(tokenizer.chat_template, guarded, tokenizer.special_tokens, add_generation_prompt)
+    return render(tokenizer.chat_template, guarded, tokenizer.special_tokens, add_generation_prompt)
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode what the template made."""
+    control = _control(tokenizer)
     text = control.sub(lambda found: found[0] if found[0] != found[1] else CONTROL_MARK + found[1], text)
     ids = tokenizer.encode_marked(text.replace(TEXT_MARK, ""))
     begins = tuple(ids[: len(tokenizer.prefix)]) == tokenizer.prefix

@@ -1,7 +1,11 @@
 """Documents from files, and what is trained on and what is kept for evaluation.
 
-A document is a whole text file, or one line of a JSONL file. Without any path the corpus is the Python standard
-library's own source, which every interpreter carries.
+Without any path the corpus is the Python standard library's own source, which every interpreter carries. A corpus is
+never held: its documents are read one after the other, as often as they are needed. So
+
+    find_corpus     lists the files
+    Corpus.survey   reads them once: the fingerprint, and what the split has to know of the whole
+    split           says of each document, as it is read, what of it is trained on and what is held out
 
 This file knows nothing of tokens: it hands out text as it was read.
 """
@@ -9,20 +13,17 @@ This file knows nothing of tokens: it hands out text as it was read.
 import glob
 import gzip
 import hashlib
-import json
 import lzma
 import math
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from transformer_jax.errors import UserError
-
-_NAMED_AT_MOST = 5
-"""How many bad lines or files an error lists; it counts the others."""
-
+from transformer_jax.text.records import NAMED_AT_MOST, PLAIN, Document, Fields, NotText, read_documents
 
 MARK_OF_A_RUN = ".transformer_jax.lock"
 """A folder below a corpus that holds this file is where a run keeps its own files, and is no part of the text."""
@@ -30,30 +31,84 @@ MARK_OF_A_RUN = ".transformer_jax.lock"
 LEAST_CUT = 1000
 """Characters up to which a document is never cut to hold out its end."""
 
+Report = Callable[[int, int], None]
+"""Takes how much of how much has been done."""
 
-class Document(NamedTuple):
-    """A piece of text that is read on its own."""
 
+class File(NamedTuple):
+    """A file of a corpus."""
+
+    path: Path
     name: str
-    """The path of its file, and `:line` for a line of a JSONL file."""
-    text: str
-    domain: int = 0
+    """As it is shown."""
+    named: bool
+    """Whether it was named itself, and not found in a folder or by a pattern: then it has to be text."""
+    domain: int
     """Number of the path by which it was found, from 0."""
 
 
-class Corpus(NamedTuple):
-    """Everything that was read, in a fixed order."""
+@dataclass(frozen=True)
+class Corpus:
+    """The files of a corpus, in a fixed order, and where their records hold what."""
 
-    documents: list[Document]
-    skipped: list[str]
+    files: tuple[File, ...]
+    fields: Fields = PLAIN
+
+    def documents(self, skipped: list[str] | None = None, report: Report | None = None) -> Iterator[Document]:
+        """Read all documents; the names of files that are not text are added to `skipped`.
+
+        Raises `UserError` for what cannot be read.
+        """
+        sizes = [file.path.stat().st_size if report else 0 for file in self.files]
+        for number, file in enumerate(self.files):
+            read = 0
+            try:
+                for document in read_documents(file.path, file.name, self.fields):
+                    yield document._replace(domain=file.domain)
+                    read += len(document.text)
+                    if report:
+                        report(sum(sizes[:number]) + min(read, sizes[number]), sum(sizes))
+            except NotText as error:
+                if file.named:
+                    raise UserError(f"{file.name} is not a text file ({error}); expected UTF-8") from None
+                if skipped is not None:
+                    skipped.append(file.name)
+
+    def survey(self, report: Report | None = None) -> "Survey":
+        """Read all documents once. Raises `UserError` when there is no text in them."""
+        skipped: list[str] = []
+        found = survey(self.documents(skipped, report))
+        if not found.documents:
+            more = f" and {len(skipped) - NAMED_AT_MOST} more" if len(skipped) > NAMED_AT_MOST else ""
+            raise UserError(
+                f"the corpus {', '.join(file.name for file in self.files[:NAMED_AT_MOST])} is empty: expected at least"
+                " one text file with text in it"
+                + (f" (not text: {', '.join(skipped[:NAMED_AT_MOST])}{more})" if skipped else "")
+            )
+        return found._replace(skipped=tuple(skipped))
+
+
+class Survey(NamedTuple):
+    """What is known of a corpus once it has been read."""
+
+    fingerprint: str
+    """A hash of the texts, domains and weights in their order, names aside: corpora with the same give one stream."""
+    documents: int
+    characters: int
+    conversations: int
+    """Documents that are conversations."""
+    least: float
+    """The smallest hash of a document, between 0 and 1."""
+    greatest: float
+    skipped: tuple[str, ...] = ()
     """Files of a folder or pattern that are not text, and so were left out."""
 
 
-class Split(NamedTuple):
-    """Documents to train on and documents to evaluate on; no text is in both."""
+class Parts(NamedTuple):
+    """Of a document, what is trained on and what is evaluated on."""
 
-    train: list[Document]
-    heldout: list[Document]
+    train: Document | None
+    heldout: Document | None
 
 
 class CompressedSizes(NamedTuple):
@@ -63,110 +118,124 @@ class CompressedSizes(NamedTuple):
     xz: float
 
 
-def read_corpus(paths: Sequence[str] = (), jsonl_field: str = "text") -> Corpus:
-    """Read text files, folders, glob patterns (`**` is any depth) and JSONL files, each file once.
+def find_corpus(paths: Sequence[str] = (), fields: Fields = PLAIN) -> Corpus:
+    """List text files, folders, glob patterns (`**` is any depth) and files of records, each file once.
 
     No paths mean `standard_library`. A folder gives every file below it that is not hidden, in the order of the paths.
-    In a folder or pattern, files that are not text (UTF-8 without NUL) are skipped and reported, and the folders of
-    runs are left out; a file that is named itself has to be text. Empty documents are dropped.
+    In a folder or pattern, files that are not text (UTF-8 without NUL) are skipped, and the folders of runs are left
+    out; a file that is named itself has to be text. Raises `UserError` for a path that stands for no file.
     """
     if not paths:
         return standard_library()
-    corpus = Corpus([], [])
-    seen: set[str] = set()
+    found: dict[str, File] = {}
     for domain, path in enumerate(paths):
-        known = len(corpus.documents)
         for file, named in _files(path):
-            real = os.path.realpath(file)
-            if real not in seen:
-                seen.add(real)
-                _read_file(file, file.as_posix(), named, jsonl_field, corpus)
-        corpus.documents[known:] = [document._replace(domain=domain) for document in corpus.documents[known:]]
-    if not corpus.documents:
-        raise UserError(
-            f"the corpus {', '.join(paths)} is empty: expected at least one text file with text in it"
-            + _count_skipped(corpus.skipped)
-        )
-    return corpus
+            found.setdefault(os.path.realpath(file), File(file, file.as_posix(), named, domain))
+    return Corpus(tuple(found.values()), fields)
 
 
 def standard_library() -> Corpus:
-    """Read the running interpreter's standard library, without its tests and the files that describe the machine."""
+    """List the running interpreter's standard library, without its tests and the files that describe the machine."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    corpus = Corpus([], [])
+    files = []
     for file in _walk(root, left_out) if root.is_dir() else ():
         name = file.relative_to(root).as_posix()
         # The interpreter's build writes its own paths and compiler flags into these.
         if file.suffix == ".py" and not name.startswith(("_sysconfigdata", "config-")):
-            _read_file(file, name, False, "", corpus)
-    if not corpus.documents:
+            files.append(File(file, name, False, 0))
+    if not files:
         raise UserError(
             f"this Python has no source of its standard library in {root}; name a corpus with DataConfig.paths"
         )
-    return corpus
+    return Corpus(tuple(files))
 
 
-def split(documents: Sequence[Document], holdout: float) -> Split:
+def survey(documents: Iterable[Document]) -> Survey:
+    """Go through documents once, and note what `split` has to know of the whole."""
+    fingerprint, least, greatest = Fingerprint(), 1.0, 0.0
+    characters = conversations = 0
+    for document in documents:
+        fingerprint.add(document)
+        place = _place(document)
+        least, greatest = min(least, place), max(greatest, place)
+        characters += len(document.text)
+        conversations += document.is_chat
+    return Survey(fingerprint.digest(), fingerprint.documents, characters, conversations, least, greatest)
+
+
+def split(documents: Iterable[Document], whole: Survey, holdout: float) -> Iterator[Parts]:
     """Hold out about a fraction of the documents, chosen by a hash of their text alone.
 
     So a document stays on its side when files are renamed, added or removed, and equal documents are on one side. When
     that leaves a side empty, the documents with the smallest hash are held out; when all documents are equal, their
-    last lines are. Of a document that is longer than twice the fraction of all text the last lines alone are held out:
-    else a corpus of one book and one note could be trained on the note.
+    last lines are. Of a text that is longer than twice the fraction of all text the last lines alone are held out: else
+    a corpus of one book and one note could be trained on the note. Conversations are never cut.
     """
-    hashes = [
-        int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2**64 for document in documents
-    ]
-    if not documents:
-        raise UserError("there is no document to split; expected at least one")
-    if len(set(hashes)) == 1:
-        cut = _line_border(documents[0], holdout)
-        return Split(
-            [d._replace(text=d.text[:cut]) for d in documents], [d._replace(text=d.text[cut:]) for d in documents]
-        )
-    threshold = holdout
-    if not min(hashes) < threshold <= max(hashes):
-        threshold = math.nextafter(min(hashes), 1)
-    sides = Split([], [])
-    share = holdout * sum(len(document.text) for document in documents)
-    for document, place in zip(documents, hashes, strict=True):
-        if place >= threshold:
-            sides.train.append(document)
-        elif len(document.text) <= max(2 * share, LEAST_CUT):
-            sides.heldout.append(document)
-        else:
-            cut = _line_border(document, share / len(document.text))
-            sides.train.append(document._replace(text=document.text[:cut]))
-            sides.heldout.append(document._replace(text=document.text[cut:]))
-    return sides
-
-
-def fingerprint(documents: Iterable[Document]) -> str:
-    """Hash the texts and domains in their order, names aside: two corpora with one fingerprint give one stream."""
-    digest = hashlib.sha256()
+    share = holdout * whole.characters
+    threshold = holdout if whole.least < holdout <= whole.greatest else math.nextafter(whole.least, 1)
     for document in documents:
+        if whole.least == whole.greatest:
+            yield _cut(document, holdout)
+        elif _place(document) >= threshold:
+            yield Parts(document, None)
+        elif document.is_chat or len(document.text) <= max(2 * share, LEAST_CUT):
+            yield Parts(None, document)
+        else:
+            yield _cut(document, share / len(document.text))
+
+
+class Fingerprint:
+    """A hash of documents that are added one after the other."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self.documents = 0
+
+    def add(self, document: Document) -> None:
         data = document.text.encode()
-        digest.update(len(data).to_bytes(8, "big"))
-        digest.update(document.domain.to_bytes(8, "big") if document.domain else b"")
-        digest.update(data)
-    return digest.hexdigest()
+        self._hash.update(len(data).to_bytes(8, "big"))
+        self._hash.update(document.domain.to_bytes(8, "big") if document.domain else b"")
+        self._hash.update(data)
+        # Most documents have neither, and keep the fingerprint that they always had.
+        if document.weight != 1 or document.is_chat:
+            self._hash.update(f"weight {document.weight!r}, chat {document.is_chat}".encode())
+        self.documents += 1
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
 
 
-def compressed_sizes(documents: Iterable[Document]) -> CompressedSizes:
-    """Measure bits per byte of `gzip -9` and `xz`, one document at a time.
+class Compressed:
+    """Sizes of `gzip -9` and `xz` of texts that are added one after the other.
 
     Like a model that sees one document alone, they begin each without knowing the others.
     """
-    total = gzipped = xzed = 0
-    for document in documents:
-        data = document.text.encode()
-        total += len(data)
-        gzipped += len(gzip.compress(data, compresslevel=9, mtime=0))
-        xzed += len(lzma.compress(data))
-    if not total:
-        raise UserError("there is no text to compress; expected at least one document that is not empty")
-    return CompressedSizes(gzip=8 * gzipped / total, xz=8 * xzed / total)
+
+    def __init__(self) -> None:
+        self._plain = self._gzip = self._xz = 0
+
+    def add(self, text: str) -> None:
+        data = text.encode()
+        self._plain += len(data)
+        self._gzip += len(gzip.compress(data, compresslevel=9, mtime=0))
+        self._xz += len(lzma.compress(data))
+
+    def sizes(self) -> CompressedSizes:
+        """Say so in bits per byte of all texts, of which there has to be one that is not empty."""
+        return CompressedSizes(gzip=8 * self._gzip / self._plain, xz=8 * self._xz / self._plain)
+
+
+def _place(document: Document) -> float:
+    """Hash a text to a place between 0 and 1."""
+    return int.from_bytes(hashlib.sha256(document.text.encode()).digest()[:8], "big") / 2**64
+
+
+def _cut(document: Document, holdout: float) -> Parts:
+    if document.is_chat:
+        raise UserError(f"all conversations are the same as {document.name}; expected two at least, to hold out one")
+    cut = _line_border(document, holdout)
+    return Parts(document._replace(text=document.text[:cut]), document._replace(text=document.text[cut:]))
 
 
 def _line_border(document: Document, holdout: float) -> int:
@@ -228,85 +297,3 @@ def _walk(root: Path, left_out: set[str]) -> list[Path]:
         files = (Path(folder, name) for name in names if not name.startswith("."))
         found += [file for file in files if file.is_file()]
     return sorted(found, key=Path.as_posix)
-
-
-def _read_file(file: Path, name: str, named: bool, jsonl_field: str, corpus: Corpus) -> None:
-    """Append a file's documents, or its name when it is not text and was not named itself."""
-    text = _decode(_read_bytes(file))
-    is_jsonl = file.suffix.lower() == ".jsonl"
-    if isinstance(text, _Refused):
-        if named or is_jsonl:
-            raise UserError(f"{name} is not a text file ({text.reason}); expected UTF-8")
-        corpus.skipped.append(name)
-    elif is_jsonl:
-        corpus.documents.extend(_read_jsonl(name, text, jsonl_field))
-    elif text:
-        corpus.documents.append(Document(name, text))
-
-
-def _read_bytes(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
-
-
-class _Refused(NamedTuple):
-    """Why a file or a line gives no document."""
-
-    reason: str
-
-
-def _decode(data: bytes) -> str | _Refused:
-    """Decode UTF-8, with or without a byte-order mark; line ends stay as they are."""
-    if b"\0" in data:
-        return _Refused(f"a NUL at byte {data.index(0)}")
-    try:
-        return data.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        return _Refused(f"{error.reason} at byte {error.start}")
-
-
-def _read_jsonl(name: str, text: str, field: str) -> list[Document]:
-    documents, complaints = [], []
-    # Only "\n" ends a line: a JSON string may hold the other characters at which str.splitlines breaks.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            document = _document_of(line, field)
-            if isinstance(document, _Refused):
-                complaints.append(f"line {number}: {document.reason}")
-            elif document:
-                documents.append(Document(f"{name}:{number}", document))
-    if complaints:
-        listed = "; ".join(complaints[:_NAMED_AT_MOST]) + ("; ..." if len(complaints) > _NAMED_AT_MOST else "")
-        raise UserError(
-            f"{name} has {len(complaints)} malformed line{'s' if len(complaints) > 1 else ''} ({listed});"
-            f" expected a JSON object with text in the field {field!r} on each line (DataConfig.jsonl_field)"
-        )
-    return documents
-
-
-def _document_of(line: str, field: str) -> str | _Refused:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return _Refused(f"not JSON ({error})")
-    if not isinstance(record, dict):
-        return _Refused(f"a {type(record).__name__}, not an object")
-    if field not in record:
-        return _Refused(f"no field {field!r} among {', '.join(map(repr, list(record)[:_NAMED_AT_MOST])) or 'none'}")
-    value = record[field]
-    if not isinstance(value, str):
-        return _Refused(f"field {field!r} is a {type(value).__name__}, not text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        return _Refused(f"field {field!r} has a lone surrogate at character {error.start}, half of a character")
-    return value
-
-
-def _count_skipped(skipped: Sequence[str]) -> str:
-    if not skipped:
-        return ""
-    more = f" and {len(skipped) - _NAMED_AT_MOST} more" if len(skipped) > _NAMED_AT_MOST else ""
-    return f" (not text: {', '.join(skipped[:_NAMED_AT_MOST])}{more})"

@@ -9,7 +9,8 @@ All documents stand in one stream, an end-of-text token before each and one afte
     segments   |   1    1   1    2 |  1    2    2   2|  1    0  0  0
 
 So every token is a target once an epoch, the first token of a document is predicted from <eot>, and its end is
-predicted as <eot>. A model whose attention stays inside a segment never lets a token see another document.
+predicted as <eot>. A model whose attention stays inside a segment never lets a token see another document. A
+conversation is never cut where it fits into a window: where it does not fit into the rest of one, it begins the next.
 
 This file knows nothing of files, models or devices: its arrays are NumPy's, and a process can ask for its own rows of
 each batch.
@@ -30,10 +31,7 @@ from absl import flags
 from jaxtyping import Array, Float32, Int32, Int64
 
 from transformer_jax.errors import UserError
-from transformer_jax.text.tokenizer import Tokenizer
-
-_CHARACTERS_AT_ONCE = 1 << 22
-"""Text that is tokenized in one call: enough for every core, and little beside the tokens themselves."""
+from transformer_jax.text.tokens import Tokens
 
 
 class Batch(NamedTuple):
@@ -51,101 +49,113 @@ class Batch(NamedTuple):
     segment_ids: Int32[np.ndarray | Array, "*B T"]
     """Number of the document within its window, from 1; 0 where there is padding."""
     loss_weights: Float32[np.ndarray | Array, "*B T"]
-    """1 where there is a target, 0 where there is padding."""
+    """How much the target counts: usually 1; 0 where there is padding, or what is not to be learnt."""
     domains: Int32[np.ndarray | Array, "*B T"]
     """Number of the corpus that the document of each input is from; 0 where there is padding."""
+    prefix_lengths: Int32[np.ndarray | Array, "*B T"] | None = None
+    """Inputs of the document that each of its inputs may see, whatever lies later; None: there is no such prefix."""
 
 
 @dataclass(frozen=True, eq=False)
 class Windows:
     """The windows of a stream of documents, each made when it is asked for."""
 
-    stream: Int32[np.ndarray, "tokens"]
-    """All documents, an end-of-text token before each and one after the last."""
-    starts: Int64[np.ndarray, "documents"]
-    """Where in the stream each document's end-of-text token stands."""
+    tokens: Tokens
     seq_len: int
     """Inputs in a window (T)."""
-    num_bytes: int
-    """UTF-8 bytes of all documents: what bits per byte are divided by."""
-    domains: Int32[np.ndarray, "documents"]
-    """Number of the corpus that each document is from."""
+    bounds: Int64[np.ndarray, "windows 2"] | None
+    """Where the inputs of each window begin and end; None: every T."""
+    weights: Float32[np.ndarray, "documents"] | None
+    """How much each document counts; None: all alike."""
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are predicted in one epoch."""
-        return len(self.stream) - 1
+        """Tokens that follow another one."""
+        return len(self.tokens.stream) - 1
+
+    @property
+    def num_bytes(self) -> int:
+        """UTF-8 bytes of what is to be learnt: what bits per byte are divided by."""
+        return self.tokens.num_bytes
 
     def __len__(self) -> int:
-        return -(-self.num_targets // self.seq_len)
+        return -(-self.num_targets // self.seq_len) if self.bounds is None else len(self.bounds)
 
     def __getitem__(self, index: int) -> Batch:
         """Make one window (T). Takes time in T and the logarithm of the number of documents."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        begin = index * self.seq_len
-        end = min(begin + self.seq_len, self.num_targets)
+        begin, end = self._bounds(index)
+        tokens = self.tokens
         where = np.arange(begin, end)
-        document = np.searchsorted(self.starts, where, side="right") - 1
+        document = np.searchsorted(tokens.starts, where, side="right") - 1
+        weights = np.ones(end - begin, np.float32) if self.weights is None else self.weights[document]
+        if tokens.counted is not None:
+            weights = weights * tokens.counted[begin + 1 : end + 1]
         return Batch(
-            tokens=self._pad(self.stream[begin:end], 0),
-            targets=self._pad(self.stream[begin + 1 : end + 1], 0),
-            positions=self._pad(where - np.maximum(self.starts[document], begin), -1),
+            tokens=self._pad(tokens.stream[begin:end], 0),
+            targets=self._pad(tokens.stream[begin + 1 : end + 1], 0),
+            positions=self._pad(where - np.maximum(tokens.starts[document], begin), -1),
             segment_ids=self._pad(document - document[0] + 1, 0),
-            loss_weights=self._pad(np.ones(end - begin), 0).astype(np.float32),
-            domains=self._pad(self.domains[document], 0),
+            loss_weights=self._pad(weights, 0),
+            domains=self._pad(tokens.domains[document], 0),
         )
 
-    def _pad(self, values: np.ndarray, filler: int) -> Int32[np.ndarray, "T"]:
-        padded = np.full(self.seq_len, filler, np.int32)
+    def _bounds(self, index: int) -> tuple[int, int]:
+        if self.bounds is not None:
+            begin, end = self.bounds[index].tolist()
+            return begin, end
+        begin = index * self.seq_len
+        return begin, min(begin + self.seq_len, self.num_targets)
+
+    def _pad(self, values: np.ndarray, filler: int) -> Int32[np.ndarray, "T"] | Float32[np.ndarray, "T"]:
+        padded = np.full(self.seq_len, filler, np.float32 if values.dtype == np.float32 else np.int32)
         padded[: len(values)] = values
         return padded
 
 
-def make_windows(
-    texts: Sequence[str],
-    tokenizer: Tokenizer,
-    seq_len: int,
-    vocab_size: int | None = None,
-    domains: Sequence[int] | None = None,
-) -> Windows:
-    """Tokenize documents and pack them into windows of `seq_len` inputs.
+def make_windows(tokens: Tokens, seq_len: int, domain_weights: Sequence[float] = (), weighted: bool = False) -> Windows:
+    """Cut a stream into windows of `seq_len` inputs.
 
-    `domains` are the numbers of the corpora that the documents are from, where there are several. `vocab_size` is the
-    model's, when it is not the tokenizer's; a token id outside it is a `UserError`.
+    With `weighted` the targets of a document count as much as it does, and the `domain_weights` times as much.
     """
-    limit = tokenizer.vocab_size if vocab_size is None else vocab_size
-    end_of_text = np.array([tokenizer.end_of_text], np.int32)
-    pieces, lengths, num_bytes = [], [], 0
-    for chunk in _chunks(texts):
-        for ids in tokenizer.encode_batch(chunk):
-            pieces += [end_of_text, ids]
-            lengths.append(1 + len(ids))
-        num_bytes += sum(len(text.encode()) for text in chunk)
-    if not pieces:
-        raise UserError("there is no document to make windows of; expected at least one")
-    stream = np.concatenate([*pieces, end_of_text])
-    if stream.max() >= limit or stream.min() < 0:
-        raise UserError(
-            f"the tokenizer gives the token id {stream.max()}, outside the vocabulary of {limit};"
-            f" set ModelConfig.vocab_size to at least {tokenizer.vocab_size}, or to null"
-        )
-    starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
-    of_document = np.zeros(len(texts), np.int32) if domains is None else np.array(domains, np.int32)
-    return Windows(stream, starts, seq_len, num_bytes, of_document)
+    weights = None
+    if weighted and (domain_weights or (tokens.weights != 1).any()):
+        weights = np.asarray(tokens.weights)
+        if domain_weights:
+            weights = weights * np.array(domain_weights, np.float32)[tokens.domains]
+    return Windows(tokens, seq_len, _whole_conversations(tokens, seq_len) if tokens.chats.any() else None, weights)
 
 
-def _chunks(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    begin = size = 0
-    for i, text in enumerate(texts):
-        size += len(text)
-        if size >= _CHARACTERS_AT_ONCE or i == len(texts) - 1:
-            yield texts[begin : i + 1]
-            begin, size = i + 1, 0
+def cut_conversations(windows: Windows) -> int:
+    """Count the conversations that are longer than a window, of which the end is left out."""
+    tokens = windows.tokens
+    return int((np.diff(tokens.starts, append=windows.num_targets)[tokens.chats] > windows.seq_len).sum())
+
+
+def _whole_conversations(tokens: Tokens, seq_len: int) -> Int64[np.ndarray, "windows 2"]:
+    """Place documents into windows so that no conversation is cut that fits into one."""
+    bounds: list[tuple[int, int]] = []
+    begin = 0
+    end_of_stream = len(tokens.stream) - 1
+    ends = np.append(tokens.starts[1:], end_of_stream)
+    for start, end, chat in zip(tokens.starts.tolist(), ends.tolist(), tokens.chats.tolist(), strict=True):
+        if not chat:
+            while end - begin >= seq_len:
+                bounds.append((begin, begin + seq_len))
+                begin += seq_len
+        elif end - begin > seq_len:
+            bounds += [(begin, start)] if start > begin else []
+            begin = start
+            if end - start > seq_len:
+                bounds.append((start, start + seq_len))
+                begin = end
+    bounds += [(begin, end_of_stream)] if end_of_stream > begin else []
+    return np.array(bounds, np.int64).reshape(-1, 2)
 
 
 def make_batches(
-    windows: Windows,
+    windows: Windows | Sequence[Windows],
     batch_size: int,
     *,
     seed: int,
@@ -153,25 +163,29 @@ def make_batches(
     workers: int = 0,
     shard_index: int = 0,
     shard_count: int = 1,
+    mixture: Sequence[float] = (),
 ) -> Generator[Batch, None, None]:
     """Draw batches (B T) for training without end, every window once an epoch and each epoch in a new order.
 
     The whole place in the stream is the number of batches taken: `start=n` goes on as if n batches had been drawn, in
     no time, whatever the number of workers was or is. An epoch's last batch is filled up from the next epoch. Of
     `shard_count` processes that share each batch, number `shard_index` gets its rows: B / shard_count of them, next to
-    each other. Close the generator to end the workers.
+    each other. Of several corpora each has epochs of its own, and is drawn from as often as its number in the
+    `mixture` says. Close the generator to end the workers.
     """
     rows = _rows_of_shard(batch_size, shard_index, shard_count)
     if start < 0:
         raise UserError(f"batches cannot start at number {start}; expected 0 or more")
-    needed = windows.seq_len + 1
-    if len(windows.stream) < needed:
+    corpora = [windows] if isinstance(windows, Windows) else list(windows)
+    longest = max((len(one.tokens.stream) for one in corpora), default=0)
+    needed = corpora[0].seq_len + 1
+    if longest < needed:
         raise UserError(
-            f"the training text is {len(windows.stream)} tokens long and one window needs {needed};"
+            f"the training text is {longest} tokens long and one window needs {needed};"
             " give more text, or make DataConfig.seq_len smaller"
         )
-    # Grain's own endless repeat is too long for the length of a batched dataset when a batch is one row.
-    order = grain.MapDataset.source(windows).seed(seed).shuffle().repeat(2**62 // len(windows))
+    orders = [_endless(one, seed, number) for number, one in enumerate(corpora)]
+    order = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, list(mixture))
     # A worker gets every n-th whole batch, so batches are the same for any number of them.
     batches = order.batch(rows)[start * shard_count + shard_index :: shard_count]
     dataset = batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
@@ -182,6 +196,15 @@ def make_batches(
         options = grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=2)
         dataset = dataset.mp_prefetch(options, worker_init_fn=_live_with_parent)
     return _draw(dataset)
+
+
+def _endless(windows: Windows, seed: int, corpus: int) -> grain.MapDataset:
+    """All windows in an order of their own in every epoch."""
+    if corpus:
+        # Not the seed plus a number, which would be another run's seed.
+        seed = int(np.random.SeedSequence(seed, spawn_key=(corpus,)).generate_state(1)[0])
+    # Grain's own endless repeat is too long for the length of a batched dataset when a batch is one row.
+    return grain.MapDataset.source(windows).seed(seed).shuffle().repeat(2**62 // len(windows))
 
 
 def _live_with_parent(worker_index: int, worker_count: int) -> None:
@@ -208,12 +231,12 @@ def _draw(dataset: grain.IterDataset[Batch]) -> Generator[Batch, None, None]:
 def eval_batches(windows: Windows, batch_size: int, *, shard_index: int = 0, shard_count: int = 1) -> Iterator[Batch]:
     """Go through all windows once, in order, in batches (B T); the last is filled up with rows that are all padding."""
     rows = _rows_of_shard(batch_size, shard_index, shard_count)
-    padding = Batch(
-        *(np.full_like(row, -1 if name == "positions" else 0) for name, row in windows[0]._asdict().items())
-    )
+    padding = Batch(*(np.zeros_like(row) for row in windows[0] if row is not None))
+    padding.positions[:] = -1
     for begin in range(0, len(windows), batch_size):
         mine = range(begin + shard_index * rows, begin + (shard_index + 1) * rows)
-        yield Batch(*map(np.stack, zip(*(windows[i] if i < len(windows) else padding for i in mine), strict=True)))
+        batch = [windows[i] if i < len(windows) else padding for i in mine]
+        yield Batch(*(np.stack(parts) for parts in zip(*batch, strict=True) if parts[0] is not None))
 
 
 def _rows_of_shard(batch_size: int, shard_index: int, shard_count: int) -> int:

@@ -4,6 +4,7 @@ config.json       the exact configuration        tokenizer.json   the tokenizer;
 corpus.json       fingerprints of both texts                      what tokenizer_files.py lists
 metrics.jsonl     every step's figures           checkpoints/     see checkpoint.py
 curves.png        drawn at the end               events/          the figures for TensorBoard
+tokens/           the tokenized text, where the user has no folder for what can be made anew
 """
 
 import dataclasses
@@ -18,18 +19,23 @@ from typing import NamedTuple
 from transformer_jax.architecture import DType
 from transformer_jax.config import RunConfig
 from transformer_jax.errors import UserError
+from transformer_jax.machine import cache_folder
 from transformer_jax.model.transformer import Model, Params, build, cast_matrices, param_shapes
+from transformer_jax.report import reading_progress
 from transformer_jax.settings import differences, from_json, to_json
 from transformer_jax.sharding import Mesh, on_first_device, on_mesh
-from transformer_jax.text.corpus import MARK_OF_A_RUN, Split, fingerprint, read_corpus, split
+from transformer_jax.text.corpus import MARK_OF_A_RUN, Corpus, Survey, find_corpus, split
+from transformer_jax.text.records import Fields
 from transformer_jax.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer, train_bpe
 from transformer_jax.text.tokenizer_files import NAMES, digest_of, files_of, read_tokenizer_files
+from transformer_jax.text.tokens import Text, known_survey, known_text
 from transformer_jax.training.checkpoint import restore_params
 
 MAY_CHANGE = (
     "mesh.",
     "decoding.",
     "data.workers",
+    "data.cache",
     # The text itself is known by its fingerprint.
     "data.paths",
     *(
@@ -40,16 +46,17 @@ MAY_CHANGE = (
 """Settings that decide what is shown, kept or computed where, but not what is learnt: a run may go on with others."""
 
 
+TOKENS = "tokens"
+
+
 class Run(NamedTuple):
     """What a run trains with."""
 
     config: RunConfig
     tokenizer: Tokenizer
-    split: Split
-    skipped: list[str]
-    """Files of the corpus that are not text."""
-    fingerprint: str
-    """Of the whole text."""
+    survey: Survey
+    """Of the whole corpus."""
+    text: Text
 
 
 class Trained(NamedTuple):
@@ -93,16 +100,48 @@ def open_run(folder: Path, requested: RunConfig, own_tokenizer: Callable[[], Tok
 
     Raises `UserError` when the folder holds another configuration or was trained on another text.
     """
-    recorded = _recorded_config(folder)
-    corpus = read_corpus(requested.data.paths, requested.data.jsonl_field)
-    documents = split(corpus.documents, requested.data.holdout)
-    tokenizer = read_tokenizer_files(folder) if recorded else _make_tokenizer(requested, documents, own_tokenizer)
-    run = Run(
-        _with_vocabulary(requested, tokenizer), tokenizer, documents, corpus.skipped, fingerprint(corpus.documents)
-    )
+    _check_model_fits(requested)
+    recorded, data = _recorded_config(folder), requested.data
+    cache = Path(data.cache).expanduser() if data.cache else cache_folder("tokens") or folder / TOKENS
+    corpus = find_corpus(data.paths, Fields(data.jsonl_field, data.weight_field))
+    with reading_progress(unit="bytes") as report:
+        survey = known_survey(corpus, cache, report)
+    if recorded is None:
+        tokenizer = _make_tokenizer(requested, corpus, survey, own_tokenizer)
+    else:
+        tokenizer = read_tokenizer_files(folder)
+    config = _with_vocabulary(requested, tokenizer)
     if recorded is not None:
-        _check_same(folder, recorded, run)
-    return run
+        _check_same(folder, recorded, config, _fingerprints(survey, tokenizer))
+    _check_text_fits(config, survey, tokenizer)
+    with reading_progress(unit="characters") as report:
+        text = known_text(corpus, survey, tokenizer, data.holdout, cache, report)
+    return Run(config, tokenizer, survey, text)
+
+
+def _check_model_fits(config: RunConfig) -> None:
+    """Refuse a model that cannot predict what it is to predict."""
+    attention, predict = config.model.attention, config.objective.predict
+    if (attention == "bidirectional") != (predict == "masked"):
+        raise UserError(
+            f"ModelConfig.attention is {attention!r} and ObjectiveConfig.predict is {predict!r}; an encoder, which is"
+            " 'bidirectional', predicts what is 'masked', and every other model is 'causal'"
+        )
+
+
+def _check_text_fits(config: RunConfig, survey: Survey, tokenizer: Tokenizer) -> None:
+    """Refuse conversations for what does not know them."""
+    if survey.conversations and config.objective.predict != "next":
+        raise UserError(
+            f"the corpus has {survey.conversations:,} conversations, of which every next token is predicted; found"
+            f" ObjectiveConfig.predict = {config.objective.predict!r}"
+        )
+    if survey.conversations and tokenizer.chat_template is None:
+        raise UserError(
+            f"the corpus has {survey.conversations:,} conversations, and the tokenizer no chat template; start from a"
+            " model that has one (--from), or name the tokenizer.json of such a model, beside its other files, with"
+            " DataConfig.tokenizer"
+        )
 
 
 def record_run(folder: Path, run: Run) -> None:
@@ -114,7 +153,7 @@ def record_run(folder: Path, run: Run) -> None:
         else:
             # A first try with another tokenizer, killed before it was recorded, may have left its template.
             (folder / name).unlink(missing_ok=True)
-    write_atomically(folder / "corpus.json", json.dumps(_fingerprints(run)) + "\n")
+    write_atomically(folder / "corpus.json", json.dumps(_fingerprints(run.survey, run.tokenizer)) + "\n")
     write_atomically(folder / "config.json", to_json(run.config))
 
 
@@ -154,7 +193,7 @@ def open_trained(folder: Path, dtype: DType | None = None, mesh: Mesh | None = N
     item = "params" if config.training.ema_decay is None else "ema"
     params, step = restore_params(folder / "checkpoints", places, item)
     tokenizer = read_tokenizer_files(folder)
-    _check_tokenizer(folder, tokenizer)
+    _check_tokenizer(folder, digest_of(tokenizer))
     return Trained(config, model, cast_matrices(params, config.model.dtype), tokenizer, step)
 
 
@@ -180,7 +219,7 @@ def _recorded_config(folder: Path) -> RunConfig | None:
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     # A run that was killed while it made its folder leaves these.
-    ours = {MARK_OF_A_RUN, "corpus.json", *NAMES}
+    ours = {MARK_OF_A_RUN, "corpus.json", TOKENS, *NAMES}
     others = sorted(
         {file.name for file in folder.iterdir()} - ours - {f"{name}.tmp" for name in (*ours, "config.json")}
     )
@@ -191,45 +230,57 @@ def _recorded_config(folder: Path) -> RunConfig | None:
     return None
 
 
-def _make_tokenizer(config: RunConfig, documents: Split, own_tokenizer: Callable[[], Tokenizer] | None) -> Tokenizer:
+def _make_tokenizer(
+    config: RunConfig, corpus: Corpus, survey: Survey, own_tokenizer: Callable[[], Tokenizer] | None
+) -> Tokenizer:
     if own_tokenizer is not None:
         return own_tokenizer()
     if config.data.tokenizer == "bytes":
         return byte_tokenizer()
     if config.data.tokenizer == "bpe":
-        return train_bpe([document.text for document in documents.train], config.data.bpe_vocab_size)
-    return load_tokenizer(config.data.tokenizer)
+        parts = split(corpus.documents(), survey, config.data.holdout)
+        return train_bpe((part.train.text for part in parts if part.train is not None), config.data.bpe_vocab_size)
+    path = Path(config.data.tokenizer)
+    beside = path.name == NAMES[0] and any((path.parent / name).exists() for name in NAMES[1:])
+    return read_tokenizer_files(path.parent) if beside else load_tokenizer(path)
 
 
 def _with_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> RunConfig:
     """Fill in the model's vocabulary from the tokenizer's; a larger one of the config's own stays."""
-    size = config.model.vocab_size
-    if size is not None and size < tokenizer.vocab_size:
+    size, needed = config.model.vocab_size, tokenizer.vocab_size
+    if config.objective.predict == "masked":
+        needed = max(needed, mask_token(tokenizer) + 1)
+    if size is not None and size < needed:
         raise UserError(
-            f"ModelConfig.vocab_size is {size}, but the tokenizer has {tokenizer.vocab_size} ids;"
-            " raise it, or leave it null to take the tokenizer's"
+            f"ModelConfig.vocab_size is {size}, but the tokenizer has {tokenizer.vocab_size} ids, and {needed} are"
+            " needed; raise it, or leave it null to take as many"
         )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size or tokenizer.vocab_size))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=size or needed))
 
 
-def _check_same(folder: Path, recorded: RunConfig, run: Run) -> None:
-    changed = [line for line in differences(recorded, run.config) if not line.startswith(MAY_CHANGE)]
+def mask_token(tokenizer: Tokenizer) -> int:
+    """The id that stands in place of a hidden token: the tokenizer's own, or else the first beyond its vocabulary."""
+    name = tokenizer.special_tokens.get("mask_token")
+    return tokenizer.vocab_size if name is None else tokenizer.control_tokens[name]
+
+
+def _check_same(folder: Path, recorded: RunConfig, config: RunConfig, prints: dict[str, str]) -> None:
+    changed = [line for line in differences(recorded, config) if not line.startswith(MAY_CHANGE)]
     if changed:
         listed = "\n".join(f"  {line}" for line in changed)
         raise UserError(
             f"{folder} holds a run of another configuration (recorded | requested):\n{listed}\n"
             "give the recorded settings to go on with it, or choose another --run"
         )
-    recorded_prints, ours = _recorded_fingerprints(folder), _fingerprints(run)
-    if recorded_prints["fingerprint"] != ours["fingerprint"]:
+    if _recorded_fingerprints(folder)["fingerprint"] != prints["fingerprint"]:
         raise UserError(
             f"the corpus has changed since the run in {folder} began; restore the text, or choose another --run"
         )
-    _check_tokenizer(folder, run.tokenizer)
+    _check_tokenizer(folder, prints["tokenizer"])
 
 
-def _fingerprints(run: Run) -> dict[str, str]:
-    return {"fingerprint": run.fingerprint, "tokenizer": digest_of(run.tokenizer)}
+def _fingerprints(survey: Survey, tokenizer: Tokenizer) -> dict[str, str]:
+    return {"fingerprint": survey.fingerprint, "tokenizer": digest_of(tokenizer)}
 
 
 def _recorded_fingerprints(folder: Path) -> dict[str, str]:
@@ -241,9 +292,9 @@ def _recorded_fingerprints(folder: Path) -> dict[str, str]:
         raise UserError(f"{path} is damaged; restore it, or choose another --run") from None
 
 
-def _check_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+def _check_tokenizer(folder: Path, digest: str) -> None:
     """Refuse another tokenizer than the run began with: its ids would mean other texts."""
-    if _recorded_fingerprints(folder)["tokenizer"] != digest_of(tokenizer):
+    if _recorded_fingerprints(folder)["tokenizer"] != digest:
         raise UserError(
             f"{folder / NAMES[0]}, or a file beside it, has changed since the run began: it is not the tokenizer that"
             " the model was trained with; restore it, or choose another --run"

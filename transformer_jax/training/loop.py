@@ -24,7 +24,7 @@ from transformer_jax.report import make_table, plot_curves, reading_progress
 from transformer_jax.sharding import Mesh, make_mesh, use_mesh
 from transformer_jax.text.pipeline import eval_batches, make_batches
 from transformer_jax.training.checkpoint import Checkpoints
-from transformer_jax.training.evaluation import bits_per_byte
+from transformer_jax.training.evaluation import evaluate
 from transformer_jax.training.folder import locked, open_run, record_run
 from transformer_jax.training.metrics import MetricsLog
 from transformer_jax.training.open_model import Opened, open_model
@@ -57,9 +57,7 @@ def train(requested: RunConfig, folder: Path, console: Console) -> Stopped | Non
             console.print("No checkpoint was saved: beginning anew.", highlight=False)
         log = stack.enter_context(closing(MetricsLog(folder, int(state.step))))
         last = run.config.training.steps
-        if int(state.step) >= last and not any(
-            row["step"] == last and "heldout_bits_per_byte" in row for row in log.rows
-        ):
+        if int(state.step) >= last and not any(row["step"] == last and "heldout_loss" in row for row in log.rows):
             # The figures of the end have been lost.
             _evaluate(setup, state, log, console)
         stopped = _run_steps(setup, state, checkpoints, log, console)
@@ -98,7 +96,16 @@ def _run_steps(
     config, data = setup.config.training, setup.config.data
     start = int(state.step)
     peak = matmul_peak(setup.config.model.dtype)
-    batches = make_batches(setup.train, data.batch_size, seed=data.seed, start=start, workers=data.workers)
+    batches = make_batches(
+        setup.train,
+        data.batch_size,
+        seed=data.seed,
+        start=start,
+        workers=data.workers,
+        shard_index=jax.process_index(),
+        shard_count=jax.process_count(),
+        mixture=data.mixture,
+    )
     with closing(batches), stop_signals() as stop, _make_progress(setup, start, peak, console) as progress:
         pending: tuple[int, Metrics] | None = None
         for step in range(start + 1, config.steps + 1):
@@ -156,39 +163,49 @@ def _record(setup: Setup, step: int, metrics: Metrics, log: MetricsLog, progress
 
 
 def _evaluate(setup: Setup, state: TrainState, log: MetricsLog, console: Console) -> None:
-    """Log and show held-out bits per byte beside the compressors', and a sample."""
+    """Log and show held-out bits per byte beside the compressors', and a sample; of an encoder, the loss alone."""
     config, step = setup.config, int(state.step)
     batches = map(setup.place_batch, eval_batches(setup.heldout, config.data.batch_size))
     # What the run's model is to whoever opens it.
     params = state.params if state.ema is None else state.ema
-    bits = bits_per_byte(setup.eval_step, params, batches, setup.heldout.num_bytes)
+    if config.objective.predict == "masked":
+        loss = evaluate(setup.eval_step, params, batches, None).loss
+        log.write(step, heldout_loss=loss)
+        console.print(f"step {step}: {loss:.3f} nats per hidden token of held-out text", highlight=False)
+        return
+    found = evaluate(setup.eval_step, params, batches, setup.heldout.num_bytes)
     settings = dataclasses.replace(config.decoding, max_tokens=config.training.sample_tokens)
     params = cast_matrices(params, config.model.dtype)
     prompt = config.training.sample_prompt
     tokenizer = setup.run.tokenizer
     sample = prompt + "".join(stream_text(setup.model, params, tokenizer, tokenizer.begin(prompt), settings))
-    log.write(step, heldout_bits_per_byte=bits, sample=sample)
+    log.write(step, heldout_loss=found.loss, heldout_bits_per_byte=found.bits_per_byte, sample=sample)
     console.print(
-        f"step {step}: {bits:.3f} bits per byte on held-out text"
+        f"step {step}: {found.bits_per_byte:.3f} bits per byte on held-out text"
         f" (gzip -9 {setup.compressors.gzip:.3f}, xz {setup.compressors.xz:.3f})",
         highlight=False,
     )
     console.print(sample, style="dim", markup=False, highlight=False)
 
 
-def _heldout_bits(log: MetricsLog) -> list[float]:
-    return [row["heldout_bits_per_byte"] for row in log.rows if "heldout_bits_per_byte" in row]
-
-
 def _conclude(setup: Setup, folder: Path, log: MetricsLog, console: Console) -> None:
     """Show what was learnt, draw the curves and say what can be done next."""
+    shown = shlex.quote(str(folder))
+    end = f"Trained to step {setup.config.training.steps}. The run is in {folder}; its curves: {folder}/curves.png."
+    if setup.config.objective.predict == "masked":
+        plot_curves(log.rows, {}, folder / "curves.png")
+        further = (
+            f"Make vectors of texts:  python serve.py embed --model {shown} --input texts.jsonl --output out.jsonl"
+        )
+        console.print(f"{end}\n{further}", highlight=False, markup=False, soft_wrap=True)
+        return
     compressors = {"gzip -9": setup.compressors.gzip, "xz": setup.compressors.xz}
     plot_curves(log.rows, compressors, folder / "curves.png")
-    rows = [[name, f"{value:.3f}"] for name, value in {"this model": _heldout_bits(log)[-1], **compressors}.items()]
+    bits = [row["heldout_bits_per_byte"] for row in log.rows if "heldout_bits_per_byte" in row]
+    rows = [[name, f"{value:.3f}"] for name, value in {"this model": bits[-1], **compressors}.items()]
     console.print(make_table("Held-out text, a document at a time", ["", "bits per byte"], rows))
     console.print(
-        f"Trained to step {setup.config.training.steps}. The run is in {folder}; its curves: {folder}/curves.png.\n"
-        f"Let it write:  python serve.py generate --model {shlex.quote(str(folder))}"
+        f"{end}\nLet it write:  python serve.py generate --model {shown}"
         f" --prompt {shlex.quote(setup.config.training.sample_prompt)}",
         highlight=False,
         markup=False,

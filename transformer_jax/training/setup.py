@@ -18,10 +18,12 @@ from transformer_jax.model.cost import num_params
 from transformer_jax.model.transformer import Model, Params, build, param_shapes
 from transformer_jax.report import make_table
 from transformer_jax.sharding import Mesh, batch_sharding, param_shardings, replicated
-from transformer_jax.text.corpus import CompressedSizes, compressed_sizes
-from transformer_jax.text.pipeline import Batch, Windows, make_batches, make_windows
+from transformer_jax.text.corpus import CompressedSizes
+from transformer_jax.text.pipeline import Batch, Windows, cut_conversations, make_windows
+from transformer_jax.text.tokens import Tokens
 from transformer_jax.training.evaluation import EvalStep, make_eval_step
-from transformer_jax.training.folder import Run
+from transformer_jax.training.folder import Run, mask_token
+from transformer_jax.training.masking import Vocabulary, make_hide
 from transformer_jax.training.optimizer import make_optimizer
 from transformer_jax.training.parameter_groups import group_table
 from transformer_jax.training.step import StepConfig, TrainState, TrainStep, compile_train_step, init_state
@@ -33,7 +35,8 @@ class Setup(NamedTuple):
     config: RunConfig
     run: Run
     model: Model
-    train: Windows
+    train: tuple[Windows, ...]
+    """Of all text together, or of each corpus of a mixture."""
     heldout: Windows
     compressors: CompressedSizes
     """Of the held-out text."""
@@ -58,27 +61,15 @@ def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None)
     Raises `UserError` for settings that do not fit each other, or the text.
     """
     config = run.config
-    if config.model.attention != "causal":
-        raise UserError("ModelConfig.attention is 'bidirectional'; predicting the next token needs 'causal'")
     if config.objective.risk == "dro" and len(config.data.paths) < 2:
         raise UserError(
             "ObjectiveConfig.risk is 'dro', over domains; name several DataConfig.paths, each of which is one"
         )
     _check_memory(config)
     model = build(config.model)
-    check_prompt(model, run.tokenizer.begin(config.training.sample_prompt))
-    train, heldout = (
-        make_windows(
-            [document.text for document in documents],
-            run.tokenizer,
-            config.data.seq_len,
-            config.model.V,
-            [document.domain for document in documents],
-        )
-        for documents in run.split
-    )
-    # Refuses a text shorter than one window now, and not after the run has been recorded.
-    make_batches(train, config.data.batch_size, seed=config.data.seed).close()
+    if config.model.attention == "causal":
+        check_prompt(model, run.tokenizer.begin(config.training.sample_prompt))
+    train, heldout = _train_windows(config, run.text.train), make_windows(run.text.heldout, config.data.seq_len)
     _warn_of_loss(run)
     group_table(config.optimizer.groups, param_shapes(config.model))
     optimizer = make_optimizer(config.optimizer, config.training.steps)
@@ -86,6 +77,8 @@ def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None)
     part = config.data.batch_size // config.training.accumulate
     batch_sharding(mesh, part, "DataConfig.batch_size / TrainingConfig.accumulate")
     step = step_config(config)
+    vocabulary = Vocabulary(config.model.V, mask_token(run.tokenizer), tuple(run.tokenizer.control_tokens.values()))
+    hide = make_hide(config.objective, vocabulary)
     init = _make_init(model, optimizer, config.training.seed, mesh, step)
     shapes = jax.eval_shape(init)
     return Setup(
@@ -94,11 +87,12 @@ def set_up(run: Run, mesh: Mesh, own_params: Callable[[], Params] | None = None)
         model=model,
         train=train,
         heldout=heldout,
-        compressors=compressed_sizes(run.split.heldout),
+        compressors=run.text.compressors,
         shapes=shapes,
         init=init if own_params is None else _starting_from(own_params, init, shapes),
-        train_step=compile_train_step(model, optimizer, config.model.dtype, step),
-        eval_step=jax.jit(make_eval_step(model)),
+        train_step=compile_train_step(model, optimizer, config.model.dtype, step, hide),
+        # A prefix of no tokens is one that the model has been trained with, and bits per byte are of the whole text.
+        eval_step=jax.jit(make_eval_step(model, hide if config.objective.predict == "masked" else None)),
         place_batch=lambda batch: jax.device_put(batch, rows),
     )
 
@@ -118,15 +112,25 @@ def step_config(config: RunConfig) -> StepConfig:
     )
 
 
+def _train_windows(config: RunConfig, tokens: Tokens) -> tuple[Windows, ...]:
+    """Cut the text to train on into windows. Raises `UserError` for a text that is shorter than one."""
+    data, number = config.data, len(config.data.paths)
+    parts = [tokens.of_domain(domain) for domain in range(number)] if data.mixture else [tokens]
+    for part, path in zip(parts, data.paths if data.mixture else ["training"], strict=True):
+        if len(part.stream) <= data.seq_len:
+            raise UserError(
+                f"the {path} text is {len(part.stream)} tokens long and one window needs {data.seq_len + 1};"
+                " give more text, or make DataConfig.seq_len smaller"
+            )
+    return tuple(make_windows(part, data.seq_len, config.objective.domain_weights, weighted=True) for part in parts)
+
+
 def _warn_of_loss(run: Run) -> None:
     """Say so when bits per byte would look better than they are: a text that is lost costs a model nothing."""
-    texts = [document.text for document in run.split.heldout]
-    encoded = run.tokenizer.encode_batch(texts)
-    lost = sum(run.tokenizer.decode(ids.tolist()) != text for ids, text in zip(encoded, texts, strict=True))
-    if lost:
+    if run.text.lost:
         warnings.warn(
-            f"the tokenizer does not give back {lost} of the {len(texts)} held-out documents as they were: bits per"
-            " byte leave out what it loses, and cannot be compared",
+            f"the tokenizer does not give back {run.text.lost} of the {len(run.text.heldout.starts)} held-out documents"
+            " as they were: bits per byte leave out what it loses, and cannot be compared",
             stacklevel=2,
         )
 
@@ -200,8 +204,11 @@ def _starting_from(
 
 def describe(setup: Setup, mesh: Mesh, console: Console) -> None:
     """Say what is trained on what."""
-    config, documents = setup.config, setup.run.split
-    skipped = f" {len(setup.run.skipped)} files that are not text were left out." if setup.run.skipped else ""
+    config, (train, heldout, *_) = setup.config, setup.run.text
+    skipped = len(setup.run.survey.skipped)
+    left_out = f" {skipped} file{'s' if skipped > 1 else ''} that are not text were left out." if skipped else ""
+    cut = sum(map(cut_conversations, setup.train))
+    left_out += f" {cut:,} conversations are longer than DataConfig.seq_len and lose their end." if cut else ""
     if config.optimizer.groups != GROUPS:
         rows = [
             [row.pattern, f"{row.learning_rate:g}", f"{row.weight_decay:g}", str(len(row.names)), f"{row.numbers:,}"]
@@ -210,9 +217,9 @@ def describe(setup: Setup, mesh: Mesh, console: Console) -> None:
         columns = ["pattern", "learning rate x", "weight decay x", "parameters", "numbers"]
         console.print(make_table("Parameter groups", columns, rows))
     console.print(
-        f"Text: {len(documents.train):,} documents, {setup.train.num_bytes / 1e6:.1f} MB, {setup.train.num_targets:,}"
-        f" tokens to train on; {len(documents.heldout):,} documents, {setup.heldout.num_bytes / 1e6:.2f} MB held out."
-        f"{skipped}\n"
+        f"Text: {len(train.starts):,} documents, {train.num_bytes / 1e6:.1f} MB, {len(train.stream) - 1:,}"
+        f" tokens to train on; {len(heldout.starts):,} documents, {heldout.num_bytes / 1e6:.2f} MB held out."
+        f"{left_out}\n"
         f"Model: {num_params(config.model):,} parameters, {config.model.L} layers of width {config.model.D},"
         f" {config.model.V:,} tokens ({config.data.tokenizer}), {config.model.dtype},"
         f" on {mesh.size} {jax.default_backend()} device{'s' if mesh.size > 1 else ''}.",

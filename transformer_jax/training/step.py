@@ -14,6 +14,7 @@ from transformer_jax.machine import training_options
 from transformer_jax.model.experts import Routing
 from transformer_jax.model.transformer import Model, Params
 from transformer_jax.text.pipeline import Batch
+from transformer_jax.training.masking import Hide
 from transformer_jax.training.objectives import (
     Sums,
     load_balancing_loss,
@@ -99,12 +100,13 @@ def init_state(
 def batch_losses(
     model: Model, params: Params, batch: Batch, dropout_key: PRNGKeyArray | None = None
 ) -> tuple[TokenLosses, Routing | None]:
-    """Predict every next token of the batch at once (teacher forcing); also tells what the routers did."""
+    """Predict all targets of the batch at once (teacher forcing); also tells what the routers did."""
     hidden, _, routing = model.trunk(
         params,
         batch.tokens,
         batch.positions,
         segment_ids=batch.segment_ids,
+        prefix_lengths=batch.prefix_lengths,
         dropout_key=dropout_key,
         in_order=True,
     )
@@ -122,8 +124,10 @@ class _Known(NamedTuple):
     """What the routers did; None: the same."""
 
 
-def make_train_step(model: Model, optimizer: optax.GradientTransformation, config: StepConfig = PLAIN) -> TrainStep:
-    """Return the pure step.
+def make_train_step(
+    model: Model, optimizer: optax.GradientTransformation, config: StepConfig = PLAIN, hide: Hide | None = None
+) -> TrainStep:
+    """Return the pure step; `hide` hides what of a batch is to be predicted, where that is not every next token.
 
     A batch that is taken in parts gives the gradient of the whole: sums are divided once, by the weight of all. Where
     the whole has to be known before any part can be, because of a risk or of routers, each part is computed twice.
@@ -132,7 +136,11 @@ def make_train_step(model: Model, optimizer: optax.GradientTransformation, confi
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         batch = jax.tree.map(jnp.asarray, batch)
-        taken = take(model, config, state, batch, jax.random.fold_in(state.key, state.step))
+        key = jax.random.fold_in(state.key, state.step)
+        if hide is not None:
+            key, hide_key = jax.random.split(key)
+            batch = hide(batch, hide_key)
+        taken = take(model, config, state, batch, key)
         norm = optax.tree.norm(taken.grads)
 
         def change(state: TrainState) -> TrainState:
@@ -274,8 +282,12 @@ def _joined(x: Array) -> Array:
 
 
 def compile_train_step(
-    model: Model, optimizer: optax.GradientTransformation, dtype: DType, config: StepConfig = PLAIN
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    dtype: DType,
+    config: StepConfig = PLAIN,
+    hide: Hide | None = None,
 ) -> TrainStep:
     """Return the step under jit, for a model that computes in `dtype`. It donates the state: the old one is gone."""
-    step = make_train_step(model, optimizer, config)
+    step = make_train_step(model, optimizer, config, hide)
     return jax.jit(step, donate_argnums=0, compiler_options=training_options(dtype))
