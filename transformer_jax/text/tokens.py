@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64, Shaped
@@ -294,7 +294,7 @@ def _kinds(tokenizer: Tokenizer) -> dict[str, str]:
 class _Side:
     """One side of a corpus while it is written."""
 
-    def __init__(self, tokenizer: Tokenizer, files: Mapping[str, IO[bytes]]) -> None:
+    def __init__(self, tokenizer: Tokenizer, files: Mapping[str, io.BufferedIOBase]) -> None:
         self._tokenizer = tokenizer
         self._files = files
         self._lengths = dict.fromkeys(files, 0)
